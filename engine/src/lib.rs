@@ -1,0 +1,19 @@
+//! One model on one device: model files, KV blocks, schedulers, the decoder, sampling.
+//!
+//! The engine is synchronous and runs on its own OS threads. A worker talks to it
+//! through [`api`]: commands in, events out. It knows nothing of tokio, sockets,
+//! text or other workers, and exports no metrics: each step returns its statistics.
+//!
+//! ```text
+//! api        commands and events (what a worker says and hears)
+//! core       the loop that owns all sequences: plan -> submit -> poll -> sample
+//! scheduler  pure: what the next step computes
+//! kv         block pool, block tables, prefix cache, pool memory
+//! step       the plan and the result of one step, as plain data
+//! decoder    one transformer decoder driven by data, over a backend's operations
+//! model      GGUF and safetensors files -> configuration, weights, tokenizer spec
+//! sampling   logits -> tokens
+//! ```
+
+pub mod api;
+pub mod step;

@@ -1,0 +1,274 @@
+//! How the KV cache lies in memory, as data.
+//!
+//! One pool per [`KvGroup`]. A pool's bytes are
+//! `[block][layer of the group][K|V][kv head][innermost]`, so that a block is
+//! contiguous and a layer's slice of it too:
+//!
+//! ```text
+//! block b   | layer 0                     | layer 1 ...
+//!           | K             | V           |
+//!           | head 0 | head1| head 0 |... |
+//! K, head h : spans of 16 positions, each [head_dim][16 positions]  (lane = position)
+//! V, head h : [slot][head_dim]
+//! ```
+//!
+//! Two workers exchange blocks only if their layouts agree field by field
+//! ([`KvLayout::check_peer`]).
+
+use std::fmt;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, ErrorKind};
+use crate::ids::NumericsId;
+
+/// Positions in one span: the unit that block hashes cover and that K is transposed in.
+pub const SPAN_TOKENS: u32 = 16;
+
+/// Element type of stored K and V.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvDtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl KvDtype {
+    /// Bytes of one element.
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    /// The name used in flags, logs and handshakes.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+}
+
+impl fmt::Display for KvDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for KvDtype {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self, Error> {
+        match text {
+            "f32" => Ok(Self::F32),
+            "f16" => Ok(Self::F16),
+            "bf16" => Ok(Self::Bf16),
+            other => Err(Error::invalid(
+                "kv_dtype",
+                format!("`{other}` is not one of f32, f16, bf16"),
+            )),
+        }
+    }
+}
+
+/// Which attention a group's layers use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum KvGroupKind {
+    /// Every earlier position is attended to.
+    Full,
+    /// Position `p` attends to positions `> p - window`.
+    SlidingWindow { window: u32 },
+}
+
+/// The layers that share one block table.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct KvGroup {
+    pub kind: KvGroupKind,
+    /// Model layers of this group, ascending.
+    pub layers: Vec<u32>,
+}
+
+/// The layout of a worker's KV pools.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct KvLayout {
+    /// Positions in a block: 16, 32, 64 or 128.
+    pub block_size: u32,
+    pub dtype: KvDtype,
+    pub kv_heads: u32,
+    pub head_dim: u32,
+    /// Layers of the whole model.
+    pub layers: u32,
+    pub groups: Vec<KvGroup>,
+    /// What decides the bits inside a block.
+    pub numerics: NumericsId,
+}
+
+impl KvLayout {
+    /// Bytes of one kv head's K (or V) in one block.
+    pub fn head_bytes(&self) -> usize {
+        self.block_size as usize * self.head_dim as usize * self.dtype.bytes()
+    }
+
+    /// Bytes of one layer's K and V in one block: the unit of a data frame.
+    pub fn layer_bytes(&self) -> usize {
+        2 * self.kv_heads as usize * self.head_bytes()
+    }
+
+    /// Bytes of one block of group `group`.
+    ///
+    /// # Panics
+    /// If `group` is not an index into [`KvLayout::groups`].
+    pub fn block_bytes(&self, group: usize) -> usize {
+        self.groups[group].layers.len() * self.layer_bytes()
+    }
+
+    /// Bytes one token takes over all groups, were no window freed.
+    pub fn token_bytes(&self) -> usize {
+        self.layers as usize * self.layer_bytes() / self.block_size as usize
+    }
+
+    /// Blocks that hold `tokens` positions.
+    pub fn blocks_for(&self, tokens: u32) -> u32 {
+        tokens.div_ceil(self.block_size)
+    }
+
+    /// First ordinal of group `group` that a token at `position` (and later ones)
+    /// still needs: 0 for full attention, the window's first block otherwise.
+    pub fn first_needed_ordinal(&self, group: usize, position: u32) -> u32 {
+        match self.groups[group].kind {
+            KvGroupKind::Full => 0,
+            KvGroupKind::SlidingWindow { window } => {
+                (position + 1).saturating_sub(window) / self.block_size
+            }
+        }
+    }
+
+    /// Whether blocks of `peer` can be read as ours, bit for bit.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`] with reason `LAYOUT_MISMATCH`, naming the first
+    /// field that differs and both values.
+    pub fn check_peer(&self, peer: &Self) -> Result<(), Error> {
+        let fields: [(&str, String, String); 7] = [
+            ("block_size", self.block_size.to_string(), peer.block_size.to_string()),
+            ("kv_dtype", self.dtype.to_string(), peer.dtype.to_string()),
+            ("layers", self.layers.to_string(), peer.layers.to_string()),
+            ("kv_heads", self.kv_heads.to_string(), peer.kv_heads.to_string()),
+            ("head_dim", self.head_dim.to_string(), peer.head_dim.to_string()),
+            ("groups", format!("{:?}", self.groups), format!("{:?}", peer.groups)),
+            ("numerics_id", self.numerics.to_string(), peer.numerics.to_string()),
+        ];
+        for (field, ours, theirs) in fields {
+            if ours != theirs {
+                return Err(Error::new(
+                    ErrorKind::Unavailable,
+                    format!("this worker has `{ours}`, the peer has `{theirs}`"),
+                )
+                .with_field(field)
+                .with_reason("LAYOUT_MISMATCH"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether the layout is usable at all (nonzero sizes, a known block size,
+    /// every layer in exactly one group).
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] naming the field.
+    pub fn validate(&self) -> Result<(), Error> {
+        if !matches!(self.block_size, 16 | 32 | 64 | 128) {
+            return Err(Error::invalid(
+                "block_size",
+                format!("{} is not one of 16, 32, 64, 128", self.block_size),
+            ));
+        }
+        for (field, value) in [
+            ("kv_heads", self.kv_heads),
+            ("head_dim", self.head_dim),
+            ("layers", self.layers),
+        ] {
+            if value == 0 || value > 65_536 {
+                return Err(Error::invalid(field, format!("{value} is not in 1..=65536")));
+            }
+        }
+        let mut seen = vec![false; self.layers as usize];
+        for layer in self.groups.iter().flat_map(|group| &group.layers) {
+            match seen.get_mut(*layer as usize) {
+                Some(slot) if !*slot => *slot = true,
+                _ => {
+                    return Err(Error::invalid(
+                        "groups",
+                        format!("layer {layer} is listed twice or is not below {}", self.layers),
+                    ));
+                }
+            }
+        }
+        if let Some(missing) = seen.iter().position(|seen| !seen) {
+            return Err(Error::invalid("groups", format!("layer {missing} is in no group")));
+        }
+        Ok(())
+    }
+}
+
+/// A run of bytes inside a KV pool. Plain numbers: whoever makes one from a live
+/// pool keeps the pool alive while it is in use.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct ByteExtent {
+    /// Byte offset from the start of the registered memory region.
+    pub offset: u64,
+    pub len: u32,
+    /// Which registered region (one per KV group) the offset is in.
+    pub region: u16,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn layout() -> KvLayout {
+        KvLayout {
+            block_size: 16,
+            dtype: KvDtype::F16,
+            kv_heads: 3,
+            head_dim: 64,
+            layers: 30,
+            groups: vec![KvGroup { kind: KvGroupKind::Full, layers: (0..30).collect() }],
+            numerics: NumericsId([0; 16]),
+        }
+    }
+
+    #[test]
+    fn smollm2_takes_23040_bytes_a_token() {
+        assert_eq!(layout().token_bytes(), 23_040);
+        assert_eq!(layout().block_bytes(0), 16 * 23_040);
+    }
+
+    #[test]
+    fn a_window_needs_only_its_own_blocks() {
+        let mut layout = layout();
+        layout.groups[0].kind = KvGroupKind::SlidingWindow { window: 32 };
+        assert_eq!(layout.first_needed_ordinal(0, 31), 0);
+        assert_eq!(layout.first_needed_ordinal(0, 46), 0);
+        assert_eq!(layout.first_needed_ordinal(0, 47), 1);
+    }
+
+    #[test]
+    fn a_mismatch_names_the_field_and_both_values() {
+        let peer = KvLayout { dtype: KvDtype::F32, ..layout() };
+        let error = layout().check_peer(&peer).unwrap_err();
+        assert_eq!(error.field, "kv_dtype");
+        assert!(error.message.contains("f16") && error.message.contains("f32"));
+    }
+
+    #[test]
+    fn a_layer_in_no_group_is_refused() {
+        let mut broken = layout();
+        broken.groups[0].layers.pop();
+        assert_eq!(broken.validate().unwrap_err().field, "groups");
+    }
+}
