@@ -22,9 +22,17 @@ pub enum Error {
     #[error("the sources of one matrix have `{first}` and `{other}` columns")]
     ColumnsDiffer { first: usize, other: usize },
     #[error("`{cols}` columns are not a multiple of the `{ty}` block of `{block}`")]
-    ColumnsNotBlocks { ty: &'static str, cols: usize, block: usize },
+    ColumnsNotBlocks {
+        ty: &'static str,
+        cols: usize,
+        block: usize,
+    },
     #[error("`{ty}` weights need `{expected}` bytes, got `{actual}`")]
-    ByteLength { ty: &'static str, expected: usize, actual: usize },
+    ByteLength {
+        ty: &'static str,
+        expected: usize,
+        actual: usize,
+    },
     #[error("the matrix size overflows the address space")]
     TooLarge,
     #[error("a KV block of `{block_size}` positions is not a multiple of 16")]

@@ -111,7 +111,10 @@ impl WeightType {
 
     /// Whether a minimum is added per group.
     pub fn is_affine(self) -> bool {
-        matches!(self, WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4K | WeightType::Q5K)
+        matches!(
+            self,
+            WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4K | WeightType::Q5K
+        )
     }
 
     /// Bytes of `rows` rows of `cols` weights.
@@ -120,7 +123,11 @@ impl WeightType {
     /// [`Error::ColumnsNotBlocks`], [`Error::TooLarge`].
     pub fn matrix_bytes(self, rows: usize, cols: usize) -> Result<usize, Error> {
         if !cols.is_multiple_of(self.block_elements()) {
-            return Err(Error::ColumnsNotBlocks { ty: self.name(), cols, block: self.block_elements() });
+            return Err(Error::ColumnsNotBlocks {
+                ty: self.name(),
+                cols,
+                block: self.block_elements(),
+            });
         }
         (cols / self.block_elements())
             .checked_mul(self.block_bytes())
@@ -136,7 +143,11 @@ impl WeightType {
 pub fn dequantize(ty: WeightType, bytes: &[u8], out: &mut [f32]) -> Result<(), Error> {
     let expected = ty.matrix_bytes(1, out.len())?;
     if bytes.len() != expected {
-        return Err(Error::ByteLength { ty: ty.name(), expected, actual: bytes.len() });
+        return Err(Error::ByteLength {
+            ty: ty.name(),
+            expected,
+            actual: bytes.len(),
+        });
     }
     if !ty.is_quantized() {
         read_floats(ty, bytes, out);
@@ -144,7 +155,10 @@ pub fn dequantize(ty: WeightType, bytes: &[u8], out: &mut [f32]) -> Result<(), E
     }
     let block = ty.block_elements();
     let mut decoded = DecodedBlock::default();
-    for (bytes, out) in bytes.chunks_exact(ty.block_bytes()).zip(out.chunks_exact_mut(block)) {
+    for (bytes, out) in bytes
+        .chunks_exact(ty.block_bytes())
+        .zip(out.chunks_exact_mut(block))
+    {
         decode_block(ty, bytes, &mut decoded);
         for (i, out) in out.iter_mut().enumerate() {
             let group = i / ty.group();
@@ -196,7 +210,11 @@ pub(crate) struct DecodedBlock {
 
 impl Default for DecodedBlock {
     fn default() -> Self {
-        DecodedBlock { codes: [0; 256], scales: [0.0; 16], mins: [0.0; 16] }
+        DecodedBlock {
+            codes: [0; 256],
+            scales: [0.0; 16],
+            mins: [0.0; 16],
+        }
     }
 }
 
@@ -232,7 +250,10 @@ pub(crate) fn decode_block(ty: WeightType, bytes: &[u8], out: &mut DecodedBlock)
         WeightType::Q4K => {
             k_scales(bytes, out);
             for chunk in 0..4 {
-                nibbles(&bytes[16 + 32 * chunk..][..32], &mut out.codes[64 * chunk..][..64]);
+                nibbles(
+                    &bytes[16 + 32 * chunk..][..32],
+                    &mut out.codes[64 * chunk..][..64],
+                );
             }
         }
         WeightType::Q5K => {
@@ -263,7 +284,9 @@ pub(crate) fn decode_block(ty: WeightType, bytes: &[u8], out: &mut DecodedBlock)
                 }
             }
         }
-        WeightType::F32 | WeightType::F16 | WeightType::BF16 => unreachable!("quantised types only"),
+        WeightType::F32 | WeightType::F16 | WeightType::BF16 => {
+            unreachable!("quantised types only")
+        }
     }
 }
 
@@ -296,7 +319,10 @@ fn k_scales(bytes: &[u8], out: &mut DecodedBlock) {
         let (scale, min) = if j < 4 {
             (q[j] & 63, q[j + 4] & 63)
         } else {
-            (q[j + 4] & 15 | q[j - 4] >> 6 << 4, q[j + 4] >> 4 | q[j] >> 6 << 4)
+            (
+                q[j + 4] & 15 | q[j - 4] >> 6 << 4,
+                q[j + 4] >> 4 | q[j] >> 6 << 4,
+            )
         };
         out.scales[j] = d * f32::from(scale);
         out.mins[j] = -(d_min * f32::from(min));

@@ -36,9 +36,17 @@ impl Isa {
             "scalar" => Isa::Scalar,
             "avx2" => Isa::Avx2,
             "avx512" => Isa::Avx512,
-            _ => return Err(Error::UnknownIsa { name: name.to_owned() }),
+            _ => {
+                return Err(Error::UnknownIsa {
+                    name: name.to_owned(),
+                });
+            }
         };
-        if isa.is_available() { Ok(isa) } else { Err(Error::IsaUnavailable { isa }) }
+        if isa.is_available() {
+            Ok(isa)
+        } else {
+            Err(Error::IsaUnavailable { isa })
+        }
     }
 
     /// Whether this processor has the set.
@@ -67,7 +75,9 @@ impl Isa {
 
     /// Every set this processor has, narrowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
-        [Isa::Scalar, Isa::Avx2, Isa::Avx512].into_iter().filter(|isa| isa.is_available())
+        [Isa::Scalar, Isa::Avx2, Isa::Avx512]
+            .into_iter()
+            .filter(|isa| isa.is_available())
     }
 }
 

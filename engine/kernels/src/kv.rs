@@ -1,0 +1,141 @@
+//! A raw view of one KvGroup's pool memory, and where things lie in it.
+//!
+//! ```text
+//! pool  = [block][layer][K|V][kv head][innermost]
+//! K     = [span of 16 positions][head_dim][16 positions]     lane = position
+//! V     = [slot][head_dim]                                    lane = dimension
+//! ```
+//!
+//! The view hands out pointers only: other threads write other blocks of the same pool at the same time, so no
+//! reference may span it. Which slots may be read or written is decided by the block pool, not here.
+
+use crate::Error;
+
+/// Positions of a K span; every block size is a multiple.
+pub const KV_SPAN: usize = 16;
+
+/// How K and V elements are stored, rounded to nearest even.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum KvDtype {
+    F32,
+    F16,
+    BF16,
+}
+
+impl KvDtype {
+    /// Bytes of one element.
+    pub fn bytes(self) -> usize {
+        match self {
+            KvDtype::F32 => 4,
+            KvDtype::F16 | KvDtype::BF16 => 2,
+        }
+    }
+}
+
+/// The shape of a KV pool.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct KvShape {
+    pub blocks: u32,
+    /// Positions of a block: a multiple of 16.
+    pub block_size: u32,
+    /// Layers of the group.
+    pub layers: u32,
+    pub kv_heads: u32,
+    /// A multiple of 16.
+    pub head_dim: u32,
+    pub dtype: KvDtype,
+}
+
+impl KvShape {
+    /// Bytes of K (or V) of one head in one block.
+    pub fn head_bytes(&self) -> usize {
+        self.block_size as usize * self.head_dim as usize * self.dtype.bytes()
+    }
+
+    /// Bytes of one layer in one block.
+    pub fn layer_bytes(&self) -> usize {
+        2 * self.kv_heads as usize * self.head_bytes()
+    }
+
+    /// Bytes of one block.
+    pub fn block_bytes(&self) -> usize {
+        self.layers as usize * self.layer_bytes()
+    }
+}
+
+/// One KvGroup's pool memory. Copies are views of the same memory.
+#[derive(Clone, Copy, Debug)]
+pub struct KvView {
+    base: *mut u8,
+    shape: KvShape,
+}
+
+// SAFETY: the view is an address and numbers; who may access what behind it at which time is the contract of
+// `KvView::new`, whatever thread it is on.
+unsafe impl Send for KvView {}
+// SAFETY: as above; the view itself is never changed.
+unsafe impl Sync for KvView {}
+
+impl KvView {
+    /// A view of the pool at `base`.
+    ///
+    /// # Errors
+    /// [`Error::KvBlockSize`], [`Error::KvHeadDim`], [`Error::KvEmpty`], [`Error::KvAlignment`] (the element's own
+    /// alignment is required; 64 bytes are faster).
+    ///
+    /// # Safety
+    /// `base` points to `shape.blocks * shape.block_bytes()` bytes, initialised (zeroes will do), that stay valid as
+    /// long as any copy of the view is used. While a kernel runs, nobody else writes a slot it reads (positions
+    /// `<=` the row's own and inside its window, in the blocks of its table), and nobody reads or writes a slot it
+    /// writes.
+    pub unsafe fn new(base: *mut u8, shape: KvShape) -> Result<KvView, Error> {
+        if shape.block_size == 0 || !(shape.block_size as usize).is_multiple_of(KV_SPAN) {
+            return Err(Error::KvBlockSize {
+                block_size: shape.block_size,
+            });
+        }
+        if shape.head_dim == 0 || !shape.head_dim.is_multiple_of(16) {
+            return Err(Error::KvHeadDim {
+                head_dim: shape.head_dim,
+            });
+        }
+        if shape.layers == 0 || shape.kv_heads == 0 {
+            return Err(Error::KvEmpty);
+        }
+        if !base.addr().is_multiple_of(shape.dtype.bytes()) {
+            return Err(Error::KvAlignment {
+                align: shape.dtype.bytes(),
+            });
+        }
+        Ok(KvView { base, shape })
+    }
+
+    pub fn shape(&self) -> &KvShape {
+        &self.shape
+    }
+
+    /// Start of K of a head in a block. Panics where an index is out of range.
+    #[inline]
+    pub(crate) fn k(&self, block: u32, layer: usize, kv_head: usize) -> *mut u8 {
+        let shape = &self.shape;
+        assert!(
+            block < shape.blocks
+                && layer < shape.layers as usize
+                && kv_head < shape.kv_heads as usize,
+            "KV block `{block}`, layer `{layer}`, head `{kv_head}` outside of {shape:?}"
+        );
+        let offset = block as usize * shape.block_bytes()
+            + layer * shape.layer_bytes()
+            + kv_head * shape.head_bytes();
+        // SAFETY: the indices are in range, so the offset is within the memory `new` was promised.
+        unsafe { self.base.add(offset) }
+    }
+
+    /// Start of V of a head in a block. Panics where an index is out of range.
+    #[inline]
+    pub(crate) fn v(&self, block: u32, layer: usize, kv_head: usize) -> *mut u8 {
+        let k = self.k(block, layer, kv_head);
+        // SAFETY: V of a head lies one half layer behind its K, in the same layer of the same block.
+        unsafe { k.add(self.shape.kv_heads as usize * self.shape.head_bytes()) }
+    }
+}

@@ -1,0 +1,253 @@
+//! The arithmetic contract, written down the plain way.
+//!
+//! One output at a time, straight from the file's blocks and the KV pool's layout, without tiles, threads or SIMD. The
+//! tests hold every kernel to these bits. Nothing in the engine calls it.
+
+use half::{bf16, f16};
+
+use crate::format::{DecodedBlock, WeightType, decode_block, read_floats};
+use crate::kv::{KV_SPAN, KvDtype, KvView};
+use crate::math::{self, LANES, tree_max, tree_sum};
+use crate::{Activation, AttentionParams, AttentionRow, KV_TILE, MatrixSource};
+
+/// `exp` of one value; see [`math`].
+pub fn exp(x: f32) -> f32 {
+    let x = if math::EXP_MIN > x { math::EXP_MIN } else { x };
+    let x = if math::EXP_MAX < x { math::EXP_MAX } else { x };
+    let shifted = x.mul_add(math::LOG2_E, math::ROUND_MAGIC);
+    let n = shifted.to_bits() as i32 - math::ROUND_MAGIC.to_bits() as i32;
+    let n_float = shifted - math::ROUND_MAGIC;
+    let r = n_float.mul_add(-math::LN2_LOW, n_float.mul_add(-math::LN2_HIGH, x));
+    let mut p = math::EXP_POLY[0];
+    for c in &math::EXP_POLY[1..] {
+        p = p.mul_add(r, *c);
+    }
+    let p = p.mul_add(r * r, r) + 1.0;
+    let half = n >> 1;
+    p * pow2(half) * pow2(n - half)
+}
+
+fn pow2(n: i32) -> f32 {
+    f32::from_bits(((n + 127) << 23) as u32)
+}
+
+/// `tanh` of one value; see [`math`].
+pub fn tanh(x: f32) -> f32 {
+    let x = if -math::TANH_MAX > x {
+        -math::TANH_MAX
+    } else {
+        x
+    };
+    let x = if math::TANH_MAX < x {
+        math::TANH_MAX
+    } else {
+        x
+    };
+    let x2 = x * x;
+    let mut p = math::TANH_P[0];
+    for c in &math::TANH_P[1..] {
+        p = p.mul_add(x2, *c);
+    }
+    let mut q = math::TANH_Q[0];
+    for c in &math::TANH_Q[1..] {
+        q = q.mul_add(x2, *c);
+    }
+    p * x / q
+}
+
+/// Activations of one row: codes and, per group of 32, the scale and the codes' sum.
+#[derive(Debug, Default, PartialEq)]
+pub struct QuantizedRow {
+    pub codes: Vec<i8>,
+    pub scales: Vec<f32>,
+}
+
+/// Quantises one row of a multiple of 32 values.
+pub fn quantize(x: &[f32]) -> QuantizedRow {
+    let mut row = QuantizedRow::default();
+    for group in x.chunks_exact(32) {
+        let mut largest = 0.0f32;
+        for x in group {
+            largest = if x.abs() > largest { x.abs() } else { largest };
+        }
+        let scale = largest / 127.0;
+        let inverse = 1.0 / scale;
+        // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
+        let usable = scale > 0.0 && inverse <= f32::MAX;
+        row.scales.push(if usable { scale } else { 0.0 });
+        for x in group {
+            let code = (x * inverse).round_ties_even();
+            row.codes.push(if usable { code as i8 } else { 0 });
+        }
+    }
+    row
+}
+
+/// One output of a matrix product, before the bias.
+pub fn dot(ty: WeightType, weights: &[u8], x: &[f32], quantized: &QuantizedRow) -> f32 {
+    let mut acc = 0.0f32;
+    if !ty.is_quantized() {
+        let mut w = vec![0.0; x.len()];
+        read_floats(ty, weights, &mut w);
+        for (w, x) in w.iter().zip(x) {
+            acc = w.mul_add(*x, acc);
+        }
+        return acc;
+    }
+    let mut block = DecodedBlock::default();
+    let group = ty.group();
+    let mut col = 0;
+    for bytes in weights.chunks_exact(ty.block_bytes()) {
+        decode_block(ty, bytes, &mut block);
+        for g in 0..ty.block_elements() / group {
+            let mut dot = 0i32;
+            let mut sum = 0i32;
+            for i in 0..group {
+                let x = i32::from(quantized.codes[col + i]);
+                dot += (i32::from(block.codes[g * group + i]) - ty.zero_point()) * x;
+                sum += x;
+            }
+            let scale = quantized.scales[col / 32];
+            acc = (block.scales[g] * scale).mul_add(dot as f32, acc);
+            if ty.is_affine() {
+                acc = block.mins[g].mul_add(scale * sum as f32, acc);
+            }
+            col += group;
+        }
+    }
+    acc
+}
+
+/// [`Kernels::linear`](crate::Kernels::linear) on the sources themselves.
+pub fn linear(
+    sources: &[MatrixSource<'_>],
+    x: &[f32],
+    tokens: usize,
+    bias: Option<&[f32]>,
+    out: &mut [f32],
+) {
+    let cols = sources[0].cols;
+    let rows: usize = sources.iter().map(|s| s.rows).sum();
+    for t in 0..tokens {
+        let x = &x[t * cols..][..cols];
+        let quantized = quantize(x);
+        let mut row = 0;
+        for source in sources {
+            for weights in source.bytes.chunks_exact(source.bytes.len() / source.rows) {
+                let acc = dot(source.ty, weights, x, &quantized);
+                out[t * rows + row] = bias.map_or(acc, |b| acc + b[row]);
+                row += 1;
+            }
+        }
+    }
+}
+
+/// RMS normalisation of one row.
+pub fn rms_norm(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    let mut lanes = [0.0f32; LANES];
+    for (k, x) in x.iter().enumerate() {
+        lanes[k % LANES] = x.mul_add(*x, lanes[k % LANES]);
+    }
+    let mean = tree_sum(&lanes) / x.len() as f32;
+    let scale = 1.0 / (mean + eps).sqrt();
+    for ((x, w), out) in x.iter().zip(weight).zip(out) {
+        *out = x * scale * w;
+    }
+}
+
+/// The gate's activation.
+pub fn activate(act: Activation, x: f32) -> f32 {
+    match act {
+        Activation::Silu => x / (1.0 + exp(-x)),
+        Activation::GeluTanh => {
+            let inner = x * (x * x).mul_add(math::GELU_CUBIC, math::GELU_LINEAR);
+            x / (1.0 + exp(-inner))
+        }
+    }
+}
+
+/// Soft cap of one score or logit.
+pub fn soft_cap(x: f32, cap: f32) -> f32 {
+    tanh(x / cap) * cap
+}
+
+fn load(dtype: KvDtype, base: *const u8, index: usize) -> f32 {
+    // SAFETY: callers stay inside one head of one block, which `KvView::new` was promised.
+    unsafe {
+        match dtype {
+            KvDtype::F32 => base.cast::<f32>().add(index).read(),
+            KvDtype::F16 => base.cast::<f16>().add(index).read().to_f32(),
+            KvDtype::BF16 => base.cast::<bf16>().add(index).read().to_f32(),
+        }
+    }
+}
+
+/// Attention of one query row and one head.
+pub fn attention_head(
+    kv: &KvView,
+    layer: usize,
+    row: &AttentionRow<'_>,
+    q: &[f32],
+    kv_head: usize,
+    params: &AttentionParams,
+    out: &mut [f32],
+) {
+    let shape = kv.shape();
+    let (size, dim) = (shape.block_size as usize, shape.head_dim as usize);
+    let end = row.position as usize + 1;
+    let start = params.window.map_or(0, |w| end.saturating_sub(w as usize));
+    let (mut m, mut l, mut acc) = (0.0f32, 0.0f32, vec![0.0f32; dim]);
+    for tile in start / KV_TILE..end.div_ceil(KV_TILE) {
+        let visible = start.max(tile * KV_TILE)..end.min((tile + 1) * KV_TILE);
+        let mut scores = Vec::new();
+        let mut maxima = [f32::NEG_INFINITY; LANES];
+        for j in visible.clone() {
+            let k = kv.k(row.table[j / size], layer, kv_head);
+            let span = j % size / KV_SPAN;
+            let mut s = 0.0f32;
+            for (d, q) in q.iter().enumerate() {
+                s = q.mul_add(
+                    load(shape.dtype, k, (span * dim + d) * KV_SPAN + j % KV_SPAN),
+                    s,
+                );
+            }
+            s *= params.scale;
+            if let Some(cap) = params.soft_cap {
+                s = soft_cap(s, cap);
+            }
+            maxima[j % LANES] = if s > maxima[j % LANES] {
+                s
+            } else {
+                maxima[j % LANES]
+            };
+            scores.push(s);
+        }
+        let m_tile = tree_max(&maxima);
+        let mut sums = [0.0f32; LANES];
+        let mut acc_tile = vec![0.0f32; dim];
+        for (j, s) in visible.clone().zip(scores) {
+            let p = exp(s - m_tile);
+            sums[j % LANES] += p;
+            let v = kv.v(row.table[j / size], layer, kv_head);
+            for (d, acc) in acc_tile.iter_mut().enumerate() {
+                *acc = p.mul_add(load(shape.dtype, v, j % size * dim + d), *acc);
+            }
+        }
+        let l_tile = tree_sum(&sums);
+        if visible.start == start {
+            (m, l, acc) = (m_tile, l_tile, acc_tile);
+            continue;
+        }
+        let m_new = if m > m_tile { m } else { m_tile };
+        let (old, new) = (exp(m - m_new), exp(m_tile - m_new));
+        l = l_tile.mul_add(new, l * old);
+        for (acc, tile) in acc.iter_mut().zip(acc_tile) {
+            *acc = tile.mul_add(new, *acc * old);
+        }
+        m = m_new;
+    }
+    let inverse = 1.0 / l;
+    for (out, acc) in out.iter_mut().zip(acc) {
+        *out = acc * inverse;
+    }
+}
