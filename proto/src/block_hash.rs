@@ -47,7 +47,9 @@ impl BlockHasher {
             hasher.update(&(part.len() as u64).to_le_bytes());
             hasher.update(part);
         }
-        Self { key: *hasher.finalize().as_bytes() }
+        Self {
+            key: *hasher.finalize().as_bytes(),
+        }
     }
 
     /// The hash of the span `tokens` after the span named `parent`.

@@ -154,13 +154,33 @@ impl KvLayout {
     /// field that differs and both values.
     pub fn check_peer(&self, peer: &Self) -> Result<(), Error> {
         let fields: [(&str, String, String); 7] = [
-            ("block_size", self.block_size.to_string(), peer.block_size.to_string()),
+            (
+                "block_size",
+                self.block_size.to_string(),
+                peer.block_size.to_string(),
+            ),
             ("kv_dtype", self.dtype.to_string(), peer.dtype.to_string()),
             ("layers", self.layers.to_string(), peer.layers.to_string()),
-            ("kv_heads", self.kv_heads.to_string(), peer.kv_heads.to_string()),
-            ("head_dim", self.head_dim.to_string(), peer.head_dim.to_string()),
-            ("groups", format!("{:?}", self.groups), format!("{:?}", peer.groups)),
-            ("numerics_id", self.numerics.to_string(), peer.numerics.to_string()),
+            (
+                "kv_heads",
+                self.kv_heads.to_string(),
+                peer.kv_heads.to_string(),
+            ),
+            (
+                "head_dim",
+                self.head_dim.to_string(),
+                peer.head_dim.to_string(),
+            ),
+            (
+                "groups",
+                format!("{:?}", self.groups),
+                format!("{:?}", peer.groups),
+            ),
+            (
+                "numerics_id",
+                self.numerics.to_string(),
+                peer.numerics.to_string(),
+            ),
         ];
         for (field, ours, theirs) in fields {
             if ours != theirs {
@@ -193,7 +213,10 @@ impl KvLayout {
             ("layers", self.layers),
         ] {
             if value == 0 || value > 65_536 {
-                return Err(Error::invalid(field, format!("{value} is not in 1..=65536")));
+                return Err(Error::invalid(
+                    field,
+                    format!("{value} is not in 1..=65536"),
+                ));
             }
         }
         let mut seen = vec![false; self.layers as usize];
@@ -203,13 +226,19 @@ impl KvLayout {
                 _ => {
                     return Err(Error::invalid(
                         "groups",
-                        format!("layer {layer} is listed twice or is not below {}", self.layers),
+                        format!(
+                            "layer {layer} is listed twice or is not below {}",
+                            self.layers
+                        ),
                     ));
                 }
             }
         }
         if let Some(missing) = seen.iter().position(|seen| !seen) {
-            return Err(Error::invalid("groups", format!("layer {missing} is in no group")));
+            return Err(Error::invalid(
+                "groups",
+                format!("layer {missing} is in no group"),
+            ));
         }
         Ok(())
     }
@@ -237,7 +266,10 @@ mod tests {
             kv_heads: 3,
             head_dim: 64,
             layers: 30,
-            groups: vec![KvGroup { kind: KvGroupKind::Full, layers: (0..30).collect() }],
+            groups: vec![KvGroup {
+                kind: KvGroupKind::Full,
+                layers: (0..30).collect(),
+            }],
             numerics: NumericsId([0; 16]),
         }
     }
@@ -259,7 +291,10 @@ mod tests {
 
     #[test]
     fn a_mismatch_names_the_field_and_both_values() {
-        let peer = KvLayout { dtype: KvDtype::F32, ..layout() };
+        let peer = KvLayout {
+            dtype: KvDtype::F32,
+            ..layout()
+        };
         let error = layout().check_peer(&peer).unwrap_err();
         assert_eq!(error.field, "kv_dtype");
         assert!(error.message.contains("f16") && error.message.contains("f32"));

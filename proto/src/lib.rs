@@ -19,6 +19,8 @@ pub mod tokenizer_spec;
 pub mod convert;
 #[cfg(feature = "wire")]
 pub mod status;
+#[cfg(feature = "wire")]
+pub mod transport;
 
 /// The generated messages and services of package `baton.v1`.
 #[cfg(feature = "wire")]

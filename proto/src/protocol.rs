@@ -61,13 +61,27 @@ mod tests {
 
     #[test]
     fn accepts_the_neighbouring_minor_and_refuses_the_rest_by_name() {
-        let ours = ProtocolVersion { major: 1, minor: 3, features: 0 };
-        assert!(ours.check_peer(ProtocolVersion { minor: 2, ..ours }).is_ok());
-        assert!(ours.check_peer(ProtocolVersion { minor: 4, ..ours }).is_ok());
-        let error = ours.check_peer(ProtocolVersion { minor: 1, ..ours }).unwrap_err();
+        let ours = ProtocolVersion {
+            major: 1,
+            minor: 3,
+            features: 0,
+        };
+        assert!(
+            ours.check_peer(ProtocolVersion { minor: 2, ..ours })
+                .is_ok()
+        );
+        assert!(
+            ours.check_peer(ProtocolVersion { minor: 4, ..ours })
+                .is_ok()
+        );
+        let error = ours
+            .check_peer(ProtocolVersion { minor: 1, ..ours })
+            .unwrap_err();
         assert_eq!(error.field, "protocol.minor");
         assert!(error.message.contains('3') && error.message.contains('1'));
-        let error = ours.check_peer(ProtocolVersion { major: 2, ..ours }).unwrap_err();
+        let error = ours
+            .check_peer(ProtocolVersion { major: 2, ..ours })
+            .unwrap_err();
         assert_eq!(error.field, "protocol.major");
     }
 }

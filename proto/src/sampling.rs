@@ -98,15 +98,24 @@ impl SamplingParams {
             ));
         }
         if self.max_tokens == 0 {
-            return Err(Error::invalid("max_tokens", "0 is not allowed, the least is 1"));
+            return Err(Error::invalid(
+                "max_tokens",
+                "0 is not allowed, the least is 1",
+            ));
         }
         if self.min_tokens > self.max_tokens {
             return Err(Error::invalid(
                 "min_tokens",
-                format!("{} is above max_tokens {}", self.min_tokens, self.max_tokens),
+                format!(
+                    "{} is above max_tokens {}",
+                    self.min_tokens, self.max_tokens
+                ),
             ));
         }
-        if self.logprobs.is_some_and(|top| top > limits::TOP_LOGPROBS_MAX) {
+        if self
+            .logprobs
+            .is_some_and(|top| top > limits::TOP_LOGPROBS_MAX)
+        {
             return Err(Error::invalid(
                 "logprobs",
                 format!(
@@ -119,7 +128,11 @@ impl SamplingParams {
         if self.stop_token_ids.len() > limits::STOP_TOKENS_MAX {
             return Err(Error::invalid(
                 "stop_token_ids",
-                format!("{} ids, at most {}", self.stop_token_ids.len(), limits::STOP_TOKENS_MAX),
+                format!(
+                    "{} ids, at most {}",
+                    self.stop_token_ids.len(),
+                    limits::STOP_TOKENS_MAX
+                ),
             ));
         }
         for id in &self.stop_token_ids {
@@ -148,7 +161,10 @@ fn range(field: &str, value: f32, low: f32, high: f32) -> Result<(), Error> {
     if value >= low && value <= high {
         Ok(())
     } else {
-        Err(Error::invalid(field, format!("{value} is not in {low}..={high}")))
+        Err(Error::invalid(
+            field,
+            format!("{value} is not in {low}..={high}"),
+        ))
     }
 }
 
@@ -209,7 +225,10 @@ mod tests {
         assert_eq!(refused(|p| p.top_p = 0.0), "top_p");
         assert_eq!(refused(|p| p.top_p = f32::NAN), "top_p");
         assert_eq!(refused(|p| p.min_p = 1.1), "min_p");
-        assert_eq!(refused(|p| p.repetition_penalty = 0.0), "repetition_penalty");
+        assert_eq!(
+            refused(|p| p.repetition_penalty = 0.0),
+            "repetition_penalty"
+        );
         assert_eq!(refused(|p| p.presence_penalty = 2.1), "presence_penalty");
         assert_eq!(refused(|p| p.n = 0), "n");
         assert_eq!(refused(|p| p.n = 17), "n");
