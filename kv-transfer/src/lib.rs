@@ -1,1 +1,36 @@
-//! baton-kv-transfer
+//! Moves KV blocks from a prefill worker to a decode worker.
+//!
+//! This crate knows bytes and who may touch them, not models. It has two layers:
+//! the *handoff* (pure state machines and their shells: [`receiver`], [`sender`]),
+//! which owns grants, retries, deadlines and fencing, and the *transports*, which
+//! only move bytes: [`sender::TransportKind::Loopback`] inside one process and
+//! [`sender::TransportKind::Tcp`] between processes.
+//!
+//! ```text
+//! decode worker (D)                              prefill worker (P)
+//! Receiver::start(config, events)                Sender::start(config)
+//! DataPort::bind(addr, config, receiver)
+//! grant(blocks) -> ticket   --- control plane -> open(LaneTarget{ticket..}) -> Transfer
+//!                           <== data lane ====== push(group, layer, blocks)..
+//! Event Completed{payload}  <== data lane ====== commit(payload) -> Committed
+//! revoke(ticket).await                           abort(reason); quiesced().await
+//! ```
+//!
+//! Between the two: tickets name grants, ordinals name blocks; addresses and block
+//! ids never travel. Lanes authenticate with a keyed BLAKE3 MAC over fresh nonces
+//! of both ends. The lane is *not* encrypted and frames carry checksums, not MACs:
+//! run it on a network whose links are trusted, or on loopback (the default bind).
+
+pub mod codec;
+pub mod data_port;
+pub mod error;
+pub mod part;
+pub mod receiver;
+pub mod region;
+pub mod sender;
+pub mod ticket;
+
+pub use data_port::{DataPort, DataPortConfig};
+pub use error::{Error, Refusal};
+pub use region::{MemoryRegion, RegionTable};
+pub use ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
