@@ -18,9 +18,15 @@ pub mod tokenizer_spec;
 #[cfg(feature = "wire")]
 pub mod convert;
 #[cfg(feature = "wire")]
+pub mod live_requests;
+#[cfg(feature = "wire")]
 pub mod status;
 #[cfg(feature = "wire")]
 pub mod transport;
+#[cfg(feature = "wire")]
+pub mod work;
+#[cfg(feature = "wire")]
+pub mod worker_info;
 
 /// The generated messages and services of package `baton.v1`.
 #[cfg(feature = "wire")]

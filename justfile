@@ -1,0 +1,23 @@
+# Short names for what the README and CI do.
+
+# Build and start a whole cluster on this machine.
+up *flags:
+    ./scripts/up {{flags}}
+
+# Everything that CI checks.
+test:
+    ./scripts/test
+
+fmt:
+    cargo fmt --all
+
+lint:
+    cargo fmt --all --check
+    cargo clippy --workspace --all-targets -- -D warnings
+
+# Licences, advisories and doubled dependencies (needs `cargo install cargo-deny`).
+deny:
+    cargo deny check
+
+bench *flags:
+    cargo run --release -p baton -- bench {{flags}}
