@@ -16,4 +16,8 @@
 //! ```
 
 pub mod api;
+pub mod config;
+pub mod core;
+pub mod engine;
+pub mod kv;
 pub mod step;

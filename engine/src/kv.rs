@@ -1,0 +1,44 @@
+//! KV memory: the pools' bytes, who holds which block, and which prefixes are cached.
+//!
+//! ```text
+//! memory        the bytes: one huge-page region per KvGroup, raw, shared with kernels and lanes
+//! ```
+//!
+//! Nothing here knows sequences' tokens beyond their hashes, schedules or moves
+//! bytes; the core does.
+
+pub mod memory;
+
+pub use memory::{KvMemory, Region};
+
+/// Why a pool could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error("kv layout: {0}")]
+    Layout(#[from] baton_proto::Error),
+    #[error("`{given}` pool sizes for `{groups}` kv groups")]
+    GroupCount { given: usize, groups: usize },
+    #[error("kv group {group}: `{blocks}` blocks, at least 1 and at most `{max}` are allowed")]
+    BlockCount { group: usize, blocks: u32, max: u32 },
+    #[error("kv group {group}: the kernels refuse the layout: {source}")]
+    Kernels {
+        group: usize,
+        source: baton_kernels::Error,
+    },
+    #[error("kv group {group}: map `{bytes}` bytes: {source}")]
+    Map {
+        group: usize,
+        bytes: usize,
+        source: std::io::Error,
+    },
+}
+
+impl Error {
+    /// What the caller should do about it.
+    pub fn kind(&self) -> baton_proto::ErrorKind {
+        match self {
+            Self::Map { .. } => baton_proto::ErrorKind::Overloaded,
+            _ => baton_proto::ErrorKind::Invalid,
+        }
+    }
+}

@@ -1,0 +1,305 @@
+//! The bytes of the KV pools.
+//!
+//! One anonymous, zeroed, huge-page region per KvGroup, mapped once. Kernels write
+//! it through [`baton_kernels::KvView`], data lanes through raw extents, at the
+//! same time in different blocks; therefore no Rust reference ever spans it. Which
+//! bytes may be touched when is decided by the block pool and the worker's grant
+//! table, not here.
+#![allow(unsafe_code)]
+
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use baton_kernels::{KvShape, KvView};
+use baton_proto::kv_layout::{ByteExtent, KvDtype, KvLayout};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
+
+use super::Error;
+use crate::step::BLOCK_NONE;
+
+/// The size and alignment of a transparent huge page on x86-64 and aarch64 with 4 KiB pages.
+const HUGE_PAGE_BYTES: usize = 2 << 20;
+
+/// One pool's memory. Plain numbers: keep the [`KvMemory`] alive while it is used.
+#[derive(Clone, Copy, Debug)]
+pub struct Region {
+    /// Start of block 0, aligned to a huge page.
+    pub ptr: NonNull<u8>,
+    /// Bytes of all blocks.
+    pub len: usize,
+}
+
+// SAFETY: a region is an address and a length; dereferencing it is unsafe and the
+// dereferencing code's own duty.
+unsafe impl Send for Region {}
+// SAFETY: as above; a region is never changed.
+unsafe impl Sync for Region {}
+
+/// A region, its kernel view and the mapping behind it.
+#[derive(Debug)]
+struct Pool {
+    region: Region,
+    view: KvView,
+    blocks: u32,
+    mapping: NonNull<u8>,
+    mapping_len: usize,
+}
+
+// SAFETY: the mapping pointer is used by `drop` alone, which has exclusive access.
+unsafe impl Send for Pool {}
+// SAFETY: as above; a pool is never changed after it was made.
+unsafe impl Sync for Pool {}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `Pool::map` with this address and length
+        // and is unmapped only here; users of its bytes hold the `KvMemory`.
+        let unmapped = unsafe { munmap(self.mapping.as_ptr().cast(), self.mapping_len) };
+        debug_assert!(unmapped.is_ok(), "unmap of our own mapping: {unmapped:?}");
+    }
+}
+
+/// The memory of all KV pools of one engine.
+#[derive(Debug)]
+pub struct KvMemory {
+    layout: KvLayout,
+    pools: Vec<Pool>,
+}
+
+impl KvMemory {
+    /// Maps zeroed memory for `blocks[group]` blocks of each group of `layout`.
+    ///
+    /// Pages are touched on first use, so a large pool costs nothing until it fills.
+    ///
+    /// # Errors
+    /// A layout or size that cannot be used, or memory the system refuses.
+    pub fn allocate(layout: KvLayout, blocks: &[u32]) -> Result<Arc<Self>, Error> {
+        layout.validate()?;
+        if blocks.len() != layout.groups.len() {
+            return Err(Error::GroupCount {
+                given: blocks.len(),
+                groups: layout.groups.len(),
+            });
+        }
+        let pools = blocks
+            .iter()
+            .enumerate()
+            .map(|(group, blocks)| Pool::map(&layout, group, *blocks))
+            .collect::<Result<_, _>>()?;
+        Ok(Arc::new(Self { layout, pools }))
+    }
+
+    /// How K and V lie in the pools.
+    pub fn layout(&self) -> &KvLayout {
+        &self.layout
+    }
+
+    /// Number of KV groups, hence of regions.
+    pub fn groups(&self) -> usize {
+        self.pools.len()
+    }
+
+    /// Blocks of `group`'s pool.
+    ///
+    /// # Panics
+    /// If there is no such group; so do the other accessors.
+    pub fn blocks(&self, group: usize) -> u32 {
+        self.pools[group].blocks
+    }
+
+    /// The raw memory of `group`'s pool.
+    pub fn region(&self, group: usize) -> Region {
+        self.pools[group].region
+    }
+
+    /// The kernels' view of `group`'s pool.
+    pub fn view(&self, group: usize) -> KvView {
+        self.pools[group].view
+    }
+
+    /// Where K and V of one layer lie in one block. `layer_index` counts within the
+    /// group, not within the model.
+    ///
+    /// # Panics
+    /// If the block or the layer is outside of the pool.
+    pub fn extent(&self, group: usize, block: u32, layer_index: usize) -> ByteExtent {
+        assert!(
+            block < self.pools[group].blocks
+                && layer_index < self.layout.groups[group].layers.len(),
+            "kv group `{group}` has no block `{block}` with layer `{layer_index}`"
+        );
+        let layer_bytes = self.layout.layer_bytes();
+        let offset = block as usize * self.layout.block_bytes(group) + layer_index * layer_bytes;
+        ByteExtent {
+            offset: offset as u64,
+            len: u32::try_from(layer_bytes).expect("checked when the pool was mapped"),
+            region: u16::try_from(group).expect("checked when the pool was mapped"),
+        }
+    }
+
+    /// Bytes of all pools together.
+    pub fn bytes(&self) -> usize {
+        self.pools.iter().map(|pool| pool.region.len).sum()
+    }
+}
+
+impl Pool {
+    fn map(layout: &KvLayout, group: usize, blocks: u32) -> Result<Self, Error> {
+        let block_bytes = layout.block_bytes(group);
+        // An extent's length is a u32 and its region a u16; block ids end below BLOCK_NONE.
+        let max =
+            (isize::MAX as usize / 2 / block_bytes.max(1)).min(BLOCK_NONE as usize - 1) as u32;
+        let refused = || Error::BlockCount { group, blocks, max };
+        if blocks == 0 || blocks > max || group > usize::from(u16::MAX) {
+            return Err(refused());
+        }
+        u32::try_from(layout.layer_bytes()).map_err(|_| refused())?;
+
+        let len = blocks as usize * block_bytes;
+        let mapping_len = len + HUGE_PAGE_BYTES;
+        // SAFETY: a fresh private mapping at an address of the system's choice
+        // overlaps nothing that exists.
+        let mapping = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                mapping_len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE | MapFlags::NORESERVE,
+            )
+        }
+        .map_err(|source| Error::Map {
+            group,
+            bytes: mapping_len,
+            source: source.into(),
+        })?;
+        let mapping = NonNull::new(mapping.cast::<u8>()).expect("the system never maps address 0");
+
+        // SAFETY: the advice covers the mapping just made and does not change its contents.
+        let advised =
+            unsafe { madvise(mapping.as_ptr().cast(), mapping_len, Advice::LinuxHugepage) };
+        if let Err(error) = advised {
+            tracing::debug!(%error, "no huge pages for the kv pool");
+        }
+
+        let aligned = mapping.as_ptr().align_offset(HUGE_PAGE_BYTES);
+        // SAFETY: the mapping is one huge page longer than `len`, so the aligned
+        // start and `len` bytes after it stay inside.
+        let ptr = unsafe { mapping.add(aligned) };
+        let shape = KvShape {
+            blocks,
+            block_size: layout.block_size,
+            layers: layout.groups[group].layers.len() as u32,
+            kv_heads: layout.kv_heads,
+            head_dim: layout.head_dim,
+            dtype: match layout.dtype {
+                KvDtype::F32 => baton_kernels::KvDtype::F32,
+                KvDtype::F16 => baton_kernels::KvDtype::F16,
+                KvDtype::Bf16 => baton_kernels::KvDtype::BF16,
+            },
+        };
+        // SAFETY: `len` zeroed bytes start at `ptr` and live as long as this pool.
+        // Who touches which slot when is kept apart by the block pool's states.
+        let view = unsafe { KvView::new(ptr.as_ptr(), shape) };
+        match view {
+            Ok(view) => Ok(Self {
+                region: Region { ptr, len },
+                view,
+                blocks,
+                mapping,
+                mapping_len,
+            }),
+            Err(source) => {
+                // SAFETY: the mapping was made above and nobody else knows it.
+                let unmapped = unsafe { munmap(mapping.as_ptr().cast(), mapping_len) };
+                debug_assert!(unmapped.is_ok());
+                Err(Error::Kernels { group, source })
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use baton_proto::NumericsId;
+    use baton_proto::kv_layout::{KvGroup, KvGroupKind};
+
+    fn layout() -> KvLayout {
+        KvLayout {
+            block_size: 16,
+            dtype: KvDtype::F16,
+            kv_heads: 2,
+            head_dim: 16,
+            layers: 3,
+            groups: vec![
+                KvGroup {
+                    kind: KvGroupKind::Full,
+                    layers: vec![0, 2],
+                },
+                KvGroup {
+                    kind: KvGroupKind::SlidingWindow { window: 32 },
+                    layers: vec![1],
+                },
+            ],
+            numerics: NumericsId([0; 16]),
+        }
+    }
+
+    #[test]
+    fn extents_tile_each_region_without_gap() {
+        let memory = KvMemory::allocate(layout(), &[5, 3]).unwrap();
+        for group in 0..2 {
+            let mut next = 0;
+            for block in 0..memory.blocks(group) {
+                for layer in 0..memory.layout().groups[group].layers.len() {
+                    let extent = memory.extent(group, block, layer);
+                    assert_eq!((extent.offset, usize::from(extent.region)), (next, group));
+                    next += u64::from(extent.len);
+                }
+            }
+            assert_eq!(next as usize, memory.region(group).len);
+        }
+    }
+
+    #[test]
+    fn memory_starts_zeroed_aligned_and_writable_to_the_last_byte() {
+        let memory = KvMemory::allocate(layout(), &[5, 3]).unwrap();
+        for group in 0..2 {
+            let Region { ptr, len } = memory.region(group);
+            assert_eq!(ptr.as_ptr() as usize % HUGE_PAGE_BYTES, 0);
+            // SAFETY: this test alone uses the memory, within its length.
+            unsafe {
+                assert!((0..len).all(|at| ptr.add(at).read() == 0));
+                ptr.add(len - 1).write(7);
+                assert_eq!(ptr.add(len - 1).read(), 7);
+            }
+        }
+    }
+
+    #[test]
+    fn wrong_sizes_are_refused() {
+        let error = KvMemory::allocate(layout(), &[5]).unwrap_err();
+        assert!(matches!(
+            error,
+            Error::GroupCount {
+                given: 1,
+                groups: 2
+            }
+        ));
+        let error = KvMemory::allocate(layout(), &[5, 0]).unwrap_err();
+        assert!(matches!(
+            error,
+            Error::BlockCount {
+                group: 1,
+                blocks: 0,
+                ..
+            }
+        ));
+        let broken = KvLayout {
+            head_dim: 20,
+            ..layout()
+        };
+        let error = KvMemory::allocate(broken, &[5, 3]).unwrap_err();
+        assert!(matches!(error, Error::Kernels { group: 0, .. }));
+    }
+}
