@@ -1,1 +1,28 @@
-//! baton-observability
+//! What a Baton process tells about itself: metrics, logs, latency arithmetic
+//! and the small HTTP endpoint that probes and scrapers ask.
+//!
+//! Every metric is declared once, in [`RouterMetrics`] or [`WorkerMetrics`]; the
+//! catalogue, its documentation and the exposition all follow from that one
+//! declaration. Nothing here looks a label up or takes a lock when a token is
+//! recorded: a labelled metric is an array indexed by an enum, a histogram is a
+//! row of atomics.
+//!
+//! This crate records and renders. It does not decide what is slow, it knows no
+//! request and no model, and it depends on no other Baton crate.
+
+pub mod admin;
+pub mod buckets;
+pub mod catalogue;
+pub mod exposition;
+pub mod instrument;
+pub mod labels;
+pub mod latency;
+pub mod logging;
+pub mod metrics;
+pub mod roofline;
+
+pub use admin::{AdminState, Readiness};
+pub use exposition::{metrics_text, metrics_text_merged};
+pub use instrument::{ByLabel, Counter, Gauge, GaugeF64, Histogram, Info};
+pub use metrics::{BlockFigures, LoadFigures, RouterMetrics, StepFigures, WorkerMetrics};
+pub use prometheus_client::registry::Registry;
