@@ -1,0 +1,151 @@
+//! One etcd client for all tasks, made when it is first needed.
+//!
+//! Without credentials connecting is lazy and cannot fail; with them it asks etcd
+//! for a token at once. Every call is bounded by the request timeout; h2 pings
+//! find a frozen etcd, which would otherwise keep streams open for ever.
+
+use std::future::Future;
+use std::time::Duration;
+
+use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+use tokio::sync::Mutex;
+
+use super::EtcdConfig;
+
+/// h2 pings on connections with open streams: a dead one is found after 4 s.
+const PING_INTERVAL: Duration = Duration::from_secs(2);
+const PING_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Why a call gave nothing.
+#[derive(Debug, thiserror::Error)]
+pub(super) enum CallError {
+    #[error("{what}: {source}")]
+    Etcd {
+        what: &'static str,
+        source: etcd_client::Error,
+    },
+    #[error("{what}: no answer in {after:?}")]
+    Timeout { what: &'static str, after: Duration },
+    #[error("{what}: the stream ended")]
+    StreamEnded { what: &'static str },
+    #[error("{what}: others wrote the same key in between")]
+    Contended { what: &'static str },
+}
+
+impl CallError {
+    /// Whether etcd says that the lease does not exist.
+    pub(super) fn is_lease_lost(&self) -> bool {
+        match self {
+            Self::Etcd {
+                source: etcd_client::Error::LeaseKeepAliveError(_),
+                ..
+            } => true,
+            Self::Etcd {
+                source: etcd_client::Error::GRpcStatus(status),
+                ..
+            } => {
+                // NOT_FOUND of google.rpc.Code; the only thing that these calls name is a lease.
+                i32::from(status.code()) == 5
+            }
+            _ => false,
+        }
+    }
+
+    /// Whether a new token may help.
+    fn is_unauthenticated(&self) -> bool {
+        match self {
+            Self::Etcd {
+                source: etcd_client::Error::GRpcStatus(status),
+                ..
+            } => i32::from(status.code()) == 16,
+            _ => false,
+        }
+    }
+}
+
+pub(super) struct Connector {
+    endpoints: Vec<String>,
+    options: ConnectOptions,
+    request_timeout: Duration,
+    client: Mutex<Option<Client>>,
+}
+
+impl Connector {
+    pub(super) fn new(config: &EtcdConfig) -> Self {
+        let mut options = ConnectOptions::new()
+            .with_connect_timeout(config.connect_timeout)
+            .with_timeout(config.request_timeout)
+            .with_keep_alive(PING_INTERVAL, PING_TIMEOUT)
+            .with_require_leader(true);
+        if let Some(credentials) = &config.credentials {
+            options = options
+                .with_user(&credentials.user, &credentials.password)
+                .with_auto_token_refresh(true);
+        }
+        let https = config
+            .endpoints
+            .iter()
+            .any(|endpoint| endpoint.starts_with("https://"));
+        if https || config.tls.is_some() {
+            let given = config.tls.clone().unwrap_or_default();
+            let mut tls = TlsOptions::new();
+            if let Some(ca) = given.ca_pem {
+                tls = tls.ca_certificate(Certificate::from_pem(ca));
+            }
+            if let Some((certificate, key)) = given.identity_pem {
+                tls = tls.identity(Identity::from_pem(certificate, key));
+            }
+            if let Some(domain) = given.domain {
+                tls = tls.domain_name(domain);
+            }
+            options = options.with_tls(tls);
+        }
+        Self {
+            endpoints: config.endpoints.clone(),
+            options,
+            request_timeout: config.request_timeout,
+            client: Mutex::new(None),
+        }
+    }
+
+    /// The client, connected if it was not.
+    pub(super) async fn client(&self) -> Result<Client, CallError> {
+        let mut slot = self.client.lock().await;
+        if let Some(client) = &*slot {
+            return Ok(client.clone());
+        }
+        let connect = Client::connect(&self.endpoints, Some(self.options.clone()));
+        let client = self.call("connect to etcd", connect).await?;
+        *slot = Some(client.clone());
+        Ok(client)
+    }
+
+    /// Bounds one call.
+    pub(super) async fn call<T>(
+        &self,
+        what: &'static str,
+        call: impl Future<Output = Result<T, etcd_client::Error>>,
+    ) -> Result<T, CallError> {
+        bounded(what, self.request_timeout, call).await
+    }
+
+    /// After a failure: makes the next [`Connector::client`] log in again if that may help.
+    pub(super) async fn note(&self, error: &CallError) {
+        if error.is_unauthenticated() {
+            *self.client.lock().await = None;
+        }
+    }
+}
+
+/// Bounds a call by `after`.
+pub(super) async fn bounded<T>(
+    what: &'static str,
+    after: Duration,
+    call: impl Future<Output = Result<T, etcd_client::Error>>,
+) -> Result<T, CallError> {
+    match tokio::time::timeout(after, call).await {
+        Ok(Ok(value)) => Ok(value),
+        Ok(Err(source)) => Err(CallError::Etcd { what, source }),
+        Err(_) => Err(CallError::Timeout { what, after }),
+    }
+}

@@ -1,0 +1,473 @@
+//! A worker's loop: hold a lease, keep the record under it, notice when either is gone.
+//!
+//! ```text
+//!  ┌─► attach: keep the old lease alive, or grant a new one
+//!  │     │
+//!  │   claim: write the record if the key is free, ours, or (the first time) a former life's
+//!  │     │                                    └─ another life's ──► superseded, stop
+//!  │   hold: every ttl/3 a keepalive that must be answered within ttl/3, and a look at the key
+//!  │     │
+//!  └── any trouble: wait (back-off with jitter)
+//! ```
+//!
+//! A lost lease does not change the epoch: the process and its KV live on, so the
+//! same record goes under a new lease. A keepalive on a lost lease is no error at
+//! etcd, it answers a TTL of 0 or nothing at all; both count as lost.
+//!
+//! Two processes with one id: the later start wins, since it is almost always a
+//! restart that was faster than the old lease. The earlier one, if it still
+//! lives, sees another epoch under its key, stops writing and says so.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use baton_proto::{Epoch, WorkerId};
+use etcd_client::{
+    Client, Compare, CompareOp, LeaseGrantOptions, LeaseKeepAliveStream, LeaseKeeper, PutOptions,
+    Txn, TxnOp,
+};
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
+use tokio::time::MissedTickBehavior;
+use tokio_util::sync::CancellationToken;
+
+use super::EtcdConfig;
+use super::connector::{CallError, Connector, bounded};
+use crate::Error;
+use crate::backoff::Backoff;
+use crate::record::WorkerRecord;
+use crate::registration::{Backend, RegistrationState, ended};
+
+const BACKOFF_FIRST: Duration = Duration::from_millis(100);
+const BACKOFF_MAX: Duration = Duration::from_secs(1);
+/// Writers that change the key between our read and our write, before we wait.
+const CLAIM_TRIES: u32 = 5;
+
+/// The record to publish; the number tells which `update` it came from.
+#[derive(Clone)]
+struct Desired {
+    sequence: u64,
+    record: WorkerRecord,
+}
+
+/// The lease as far as we know.
+#[derive(Default)]
+struct Lease {
+    id: Option<i64>,
+    /// When etcd last confirmed it, and for how long.
+    confirmed: Option<(Instant, Duration)>,
+    /// The key was ours once in this life.
+    claimed: bool,
+}
+
+impl Lease {
+    fn confirm(&mut self, ttl: i64) {
+        let ttl = Duration::from_secs(u64::try_from(ttl).unwrap_or(0));
+        self.confirmed = Some((Instant::now(), ttl));
+    }
+
+    fn forget(&mut self) {
+        (self.id, self.confirmed) = (None, None);
+    }
+
+    /// Whether others may still see us although we cannot reach etcd.
+    fn may_live(&self) -> bool {
+        self.confirmed.is_some_and(|(at, ttl)| at.elapsed() < ttl)
+    }
+}
+
+/// Why a session ended.
+enum Ended {
+    Trouble(CallError),
+    /// etcd says the lease is gone.
+    LeaseLost,
+    Superseded {
+        by: Epoch,
+    },
+}
+
+impl From<CallError> for Ended {
+    fn from(error: CallError) -> Self {
+        Self::Trouble(error)
+    }
+}
+
+pub(super) struct LeaseTask {
+    connector: Arc<Connector>,
+    key: String,
+    ttl: Duration,
+    desired: watch::Receiver<Desired>,
+    state: watch::Sender<RegistrationState>,
+    stored: watch::Sender<u64>,
+    cancel: CancellationToken,
+    lease: Lease,
+}
+
+impl LeaseTask {
+    /// A task to spawn and the handle that talks to it.
+    pub(super) fn new(
+        connector: Arc<Connector>,
+        config: &EtcdConfig,
+        key: String,
+        record: WorkerRecord,
+        cancel: CancellationToken,
+    ) -> (Self, LeaseHandle) {
+        let id = record.id.clone();
+        let (sender, desired) = watch::channel(Desired {
+            sequence: 1,
+            record,
+        });
+        let state = watch::Sender::new(RegistrationState::Pending);
+        let stored = watch::Sender::new(0);
+        let handle = LeaseHandle {
+            id,
+            desired: sender,
+            state: state.subscribe(),
+            stored: stored.subscribe(),
+            patience: config.request_timeout,
+            cancel: cancel.clone(),
+            task: None,
+        };
+        let ttl = config.ttl;
+        let lease = Lease::default();
+        (
+            Self {
+                connector,
+                key,
+                ttl,
+                desired,
+                state,
+                stored,
+                cancel,
+                lease,
+            },
+            handle,
+        )
+    }
+
+    pub(super) fn watch_state(&self) -> watch::Receiver<RegistrationState> {
+        self.state.subscribe()
+    }
+
+    /// Runs until cancelled; then withdraws the record and says whether that worked.
+    pub(super) async fn run(mut self) -> Result<(), Error> {
+        let cancel = self.cancel.clone();
+        let mut backoff = Backoff::new(BACKOFF_FIRST, BACKOFF_MAX);
+        loop {
+            let ended = tokio::select! {
+                biased;
+                () = cancel.cancelled() => break,
+                // Dropped in the middle it may leave a write under way; the lease
+                // it would be under is known, and revoked below.
+                ended = self.session(&mut backoff) => ended,
+            };
+            if let Ended::Superseded { by } = ended {
+                self.superseded(by).await;
+                cancel.cancelled().await;
+                self.state.send_replace(RegistrationState::Left);
+                return Ok(());
+            }
+            self.trouble(&ended, backoff.failures()).await;
+            let wait = tokio::time::sleep(backoff.next(rand::random()));
+            tokio::select! {
+                biased;
+                () = cancel.cancelled() => break,
+                () = wait => {}
+            }
+        }
+        let released = self.release().await;
+        self.state.send_replace(RegistrationState::Left);
+        released.map_err(|error| Error::Unavailable {
+            what: "leave the cluster",
+            message: error.to_string(),
+        })
+    }
+
+    /// Attach, claim, hold; returns why it could not go on.
+    async fn session(&mut self, backoff: &mut Backoff) -> Ended {
+        let result: Result<std::convert::Infallible, Ended> = async {
+            let mut client = self.connector.client().await?;
+            let (mut keeper, mut answers) = self.attach(&mut client).await?;
+            self.claim(&mut client).await?;
+            backoff.reset();
+            let tick = self.tick();
+            let mut beat = tokio::time::interval(tick);
+            beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+            loop {
+                tokio::select! {
+                    changed = self.desired.changed() => {
+                        // The handle is gone: cancellation is on its way.
+                        if changed.is_err() {
+                            std::future::pending::<()>().await;
+                        }
+                        self.claim(&mut client).await?;
+                    }
+                    _ = beat.tick() => {
+                        self.keep_alive(&mut keeper, &mut answers, tick).await?;
+                        self.look(&mut client).await?;
+                    }
+                }
+            }
+        }
+        .await;
+        match result {
+            Err(Ended::Trouble(error)) if error.is_lease_lost() => Ended::LeaseLost,
+            Err(ended) => ended,
+            Ok(never) => match never {},
+        }
+    }
+
+    fn tick(&self) -> Duration {
+        let ttl = self.lease.confirmed.map_or(self.ttl, |(_, ttl)| ttl);
+        (ttl / 3).max(Duration::from_millis(100))
+    }
+
+    /// A lease and its keepalive stream: the old lease if etcd still has it.
+    async fn attach(
+        &mut self,
+        client: &mut Client,
+    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
+        if let Some(id) = self.lease.id {
+            match self.open(client, id).await {
+                Ok(streams) => return Ok(streams),
+                Err(error) if error.is_lease_lost() => self.lease.forget(),
+                Err(error) => return Err(error.into()),
+            }
+        }
+        // The id is ours to choose, so that it is known even if the answer is lost.
+        let id = rand::random_range(1..i64::MAX);
+        self.lease.id = Some(id);
+        let seconds = i64::try_from(self.ttl.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX);
+        let grant = client.lease_grant(seconds, Some(LeaseGrantOptions::new().with_id(id)));
+        let granted = self.connector.call("grant a lease", grant).await?;
+        // etcd raises a TTL that is below its own least one.
+        self.lease.confirm(granted.ttl());
+        Ok(self.open(client, id).await?)
+    }
+
+    /// Opens the keepalive stream; its first answer has a whole TTL to arrive,
+    /// since a slow etcd has renewed the lease all the same.
+    async fn open(
+        &mut self,
+        client: &mut Client,
+        id: i64,
+    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), CallError> {
+        let ttl = self.lease.confirmed.map_or(self.ttl, |(_, ttl)| ttl);
+        let asked = Instant::now();
+        let streams = bounded("keep the lease alive", ttl, client.lease_keep_alive(id)).await?;
+        self.lease.confirmed = Some((asked, ttl));
+        Ok(streams)
+    }
+
+    /// One keepalive and its answer.
+    async fn keep_alive(
+        &mut self,
+        keeper: &mut LeaseKeeper,
+        answers: &mut LeaseKeepAliveStream,
+        within: Duration,
+    ) -> Result<(), Ended> {
+        const WHAT: &str = "keep the lease alive";
+        let answer = bounded(WHAT, within, async {
+            keeper.keep_alive().await?;
+            answers.message().await
+        });
+        match answer.await? {
+            Some(answer) if answer.ttl() > 0 => {
+                self.lease.confirm(answer.ttl());
+                Ok(())
+            }
+            // The stream ended without a word: the lease may still be there, and
+            // the next session asks for it first.
+            None => Err(CallError::StreamEnded { what: WHAT }.into()),
+            Some(_) => Err(Ended::LeaseLost),
+        }
+    }
+
+    /// Whether the key is still ours; puts it back if somebody deleted it.
+    async fn look(&mut self, client: &mut Client) -> Result<(), Ended> {
+        let (record, _) = self.read(client).await?;
+        let desired = self.desired.borrow().record.epoch;
+        match record {
+            Some((epoch, lease)) if epoch == desired && Some(lease) == self.lease.id => Ok(()),
+            Some((by, _)) if by != desired => Err(Ended::Superseded { by }),
+            _ => self.claim(client).await,
+        }
+    }
+
+    /// Writes the desired record, unless a later life has the key.
+    async fn claim(&mut self, client: &mut Client) -> Result<(), Ended> {
+        let desired = self.desired.borrow_and_update().clone();
+        let lease = self.lease.id.unwrap_or_default();
+        for _ in 0..CLAIM_TRIES {
+            let (record, revision) = self.read(client).await?;
+            if let Some((by, _)) = record
+                && by != desired.record.epoch
+            {
+                if self.lease.claimed {
+                    return Err(Ended::Superseded { by });
+                }
+                tracing::warn!(worker = %desired.record.id, former = %by,
+                    "take over the record of a former life");
+            }
+            let options = PutOptions::new().with_lease(lease);
+            let put = TxnOp::put(self.key.as_bytes(), desired.record.to_json(), Some(options));
+            let unchanged = Compare::mod_revision(self.key.as_bytes(), CompareOp::Equal, revision);
+            let write = client.txn(Txn::new().when([unchanged]).and_then([put]));
+            if self
+                .connector
+                .call("write the record", write)
+                .await?
+                .succeeded()
+            {
+                self.lease.claimed = true;
+                self.stored.send_replace(desired.sequence);
+                self.set_state(RegistrationState::Registered);
+                return Ok(());
+            }
+        }
+        Err(CallError::Contended {
+            what: "write the record",
+        }
+        .into())
+    }
+
+    /// Epoch and lease of the stored record (`None` if there is none or it cannot
+    /// be read) and the key's revision (0 if there is none).
+    async fn read(&self, client: &mut Client) -> Result<(Option<(Epoch, i64)>, i64), CallError> {
+        let get = client.get(self.key.as_bytes(), None);
+        let answer = self.connector.call("read the record", get).await?;
+        let Some(kv) = answer.kvs().first() else {
+            return Ok((None, 0));
+        };
+        let record = WorkerRecord::from_json(kv.value()).ok();
+        Ok((
+            record.map(|record| (record.epoch, kv.lease())),
+            kv.mod_revision(),
+        ))
+    }
+
+    async fn trouble(&mut self, ended: &Ended, failures: u32) {
+        match ended {
+            Ended::LeaseLost => {
+                tracing::warn!(key = self.key, "the lease is lost, register again");
+                self.lease.forget();
+            }
+            Ended::Trouble(error) => {
+                self.connector.note(error).await;
+                if failures == 0 {
+                    tracing::warn!(key = self.key, %error, "etcd is in trouble, keep trying");
+                }
+            }
+            Ended::Superseded { .. } => {}
+        }
+        if !self.lease.may_live() {
+            self.set_state(RegistrationState::Pending);
+        }
+    }
+
+    async fn superseded(&mut self, by: Epoch) {
+        tracing::error!(key = self.key, %by,
+            "two live workers with one id: another process has it now, this one is not listed");
+        self.set_state(RegistrationState::Superseded { by });
+        // The key is under the other's lease, so this removes nothing but ours.
+        if let Err(error) = self.release().await {
+            tracing::debug!(%error, "the old lease ends by itself");
+        }
+    }
+
+    /// Removes the key if it is under our lease, and the lease.
+    async fn release(&mut self) -> Result<(), CallError> {
+        let Some(lease) = self.lease.id.take() else {
+            return Ok(());
+        };
+        let mut client = self.connector.client().await?;
+        let ours = Compare::lease(self.key.as_bytes(), CompareOp::Equal, lease);
+        let delete = TxnOp::delete(self.key.as_bytes(), None);
+        let txn = client.txn(Txn::new().when([ours]).and_then([delete]));
+        self.connector.call("delete the record", txn).await?;
+        match self
+            .connector
+            .call("revoke the lease", client.lease_revoke(lease))
+            .await
+        {
+            Err(error) if !error.is_lease_lost() => Err(error),
+            _ => Ok(()),
+        }
+    }
+
+    fn set_state(&self, state: RegistrationState) {
+        self.state.send_if_modified(|current| {
+            let changed = *current != state;
+            *current = state;
+            changed
+        });
+    }
+}
+
+/// The registration's end of a [`LeaseTask`].
+pub(super) struct LeaseHandle {
+    id: WorkerId,
+    desired: watch::Sender<Desired>,
+    state: watch::Receiver<RegistrationState>,
+    stored: watch::Receiver<u64>,
+    patience: Duration,
+    cancel: CancellationToken,
+    task: Option<JoinHandle<Result<(), Error>>>,
+}
+
+impl LeaseHandle {
+    pub(super) fn spawned(mut self, task: JoinHandle<Result<(), Error>>) -> Self {
+        self.task = Some(task);
+        self
+    }
+}
+
+#[async_trait]
+impl Backend for LeaseHandle {
+    async fn update(&self, record: WorkerRecord) -> Result<(), Error> {
+        let mut sequence = 0;
+        self.desired.send_modify(|desired| {
+            desired.sequence += 1;
+            desired.record = record;
+            sequence = desired.sequence;
+        });
+        let mut stored = self.stored.clone();
+        let mut state = self.state.clone();
+        let wait = async {
+            tokio::select! {
+                done = stored.wait_for(|stored| *stored >= sequence) => {
+                    done.map(drop).map_err(|_| Error::Closed)
+                }
+                end = state.wait_for(|state| ended(*state, &self.id).is_some()) => {
+                    Err(end.ok().and_then(|end| ended(*end, &self.id)).unwrap_or(Error::Closed))
+                }
+            }
+        };
+        tokio::time::timeout(self.patience, wait)
+            .await
+            .unwrap_or_else(|_| {
+                Err(Error::Unavailable {
+                    what: "update the record",
+                    message: format!("not stored within {:?}", self.patience),
+                })
+            })
+    }
+
+    async fn leave(&mut self) -> Result<(), Error> {
+        self.cancel.cancel();
+        match self.task.take() {
+            Some(task) => task.await.unwrap_or_else(|error| {
+                Err(Error::Unavailable {
+                    what: "leave the cluster",
+                    message: error.to_string(),
+                })
+            }),
+            None => Ok(()),
+        }
+    }
+
+    fn release(&mut self) {
+        self.cancel.cancel();
+    }
+}

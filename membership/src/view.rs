@@ -1,0 +1,556 @@
+//! What is known of all workers, and how lists and events change it.
+//!
+//! Pure: [`Tracker`] takes what the store said and the time, and makes the
+//! [`View`]. Three rules hold whatever arrives in whatever order:
+//!
+//! - A record of an older revision never replaces a newer one; an event that a
+//!   list already contains is ignored.
+//! - Nothing is removed because the store is silent. Only a delete event, or a
+//!   list the worker is missing from, removes it.
+//! - A store that lost its data (its revision went back) lists nobody although
+//!   the workers live. What is missing then stays for a grace period, in which
+//!   the workers register again.
+
+use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
+
+use baton_proto::{Epoch, WorkerId};
+
+use crate::record::{Keyspace, WorkerRecord};
+
+/// All workers as last seen.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct View {
+    pub workers: BTreeMap<WorkerId, WorkerRecord>,
+    /// Since when the view may be out of date; `None` while it is followed.
+    pub stale_since: Option<Instant>,
+    /// Goes up with each change.
+    pub version: u64,
+}
+
+/// A difference between two views.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Change {
+    Joined(WorkerId),
+    /// The same life with another record (state, capacity).
+    Updated(WorkerId),
+    /// Another life under the same id: everything known of the old one is void.
+    Restarted {
+        id: WorkerId,
+        from: Epoch,
+        to: Epoch,
+    },
+    Left(WorkerId),
+}
+
+/// What happened to workers between two views.
+pub fn diff(old: &View, new: &View) -> Vec<Change> {
+    let mut changes = Vec::new();
+    for (id, record) in &old.workers {
+        match new.workers.get(id) {
+            None => changes.push(Change::Left(id.clone())),
+            Some(now) if now.epoch != record.epoch => changes.push(Change::Restarted {
+                id: id.clone(),
+                from: record.epoch,
+                to: now.epoch,
+            }),
+            Some(now) if now != record => changes.push(Change::Updated(id.clone())),
+            Some(_) => {}
+        }
+    }
+    let joined = new
+        .workers
+        .keys()
+        .filter(|id| !old.workers.contains_key(*id));
+    changes.extend(joined.cloned().map(Change::Joined));
+    changes
+}
+
+/// One key as the store holds it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Item {
+    pub key: String,
+    /// When it was last written.
+    pub revision: i64,
+    pub value: Vec<u8>,
+}
+
+/// All keys at one revision.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Listing {
+    /// Names the store's history; another value means another store.
+    pub store: u64,
+    pub revision: i64,
+    pub items: Vec<Item>,
+}
+
+/// One change the store reports.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Event {
+    Put(Item),
+    Delete { key: String, revision: i64 },
+}
+
+struct Entry {
+    revision: i64,
+    record: WorkerRecord,
+    /// Kept although a list did not have it, until then.
+    missing_until: Option<Instant>,
+}
+
+/// Follows a store's lists and events.
+pub struct Tracker {
+    keys: Keyspace,
+    /// How long workers stay that a store without its data does not list.
+    reset_grace: Duration,
+    entries: BTreeMap<String, Entry>,
+    store: u64,
+    /// Revision of the last list; events up to it are already contained.
+    listed: i64,
+    /// Highest revision seen at all.
+    seen: i64,
+    /// The store has not answered since.
+    unreachable_since: Option<Instant>,
+    /// The store lost its history then, and some workers are still missing from it.
+    reset_since: Option<Instant>,
+    version: u64,
+}
+
+impl Tracker {
+    /// Knows nothing yet, and is stale since `now`.
+    pub fn new(keys: Keyspace, reset_grace: Duration, now: Instant) -> Self {
+        Self {
+            keys,
+            reset_grace,
+            entries: BTreeMap::new(),
+            store: 0,
+            listed: 0,
+            seen: 0,
+            unreachable_since: Some(now),
+            reset_since: None,
+            version: 0,
+        }
+    }
+
+    /// Takes a full list. Returns how many entries differed from what was known.
+    pub fn apply_list(&mut self, now: Instant, listing: Listing) -> usize {
+        let known_store = self.store != 0;
+        let reset = known_store && (listing.store != self.store || listing.revision < self.seen);
+        if reset {
+            tracing::warn!(
+                revision = listing.revision,
+                known = self.seen,
+                "the store lost its history, workers that it does not list stay for a while"
+            );
+        }
+        (self.store, self.listed, self.seen) = (listing.store, listing.revision, listing.revision);
+
+        let mut changed = 0;
+        let mut fresh = BTreeMap::new();
+        for item in listing.items {
+            let Some((key, entry)) = self.decode(item) else {
+                continue;
+            };
+            let old = self.entries.remove(&key);
+            if old.is_none_or(|old| old.record != entry.record) {
+                changed += 1;
+            }
+            fresh.insert(key, entry);
+        }
+        for (key, mut entry) in std::mem::take(&mut self.entries) {
+            if reset {
+                entry.missing_until.get_or_insert(now + self.reset_grace);
+                // The old history's revision must not outrank the new one's.
+                entry.revision = 0;
+            }
+            if entry.missing_until.is_some_and(|until| until > now) {
+                fresh.insert(key, entry);
+            } else {
+                changed += 1;
+            }
+        }
+        self.entries = fresh;
+        self.unreachable_since = None;
+        if reset {
+            self.reset_since.get_or_insert(now);
+        }
+        self.settle();
+        changed
+    }
+
+    /// Takes one event of the watch.
+    pub fn apply_event(&mut self, event: Event) {
+        let revision = match &event {
+            Event::Put(item) => item.revision,
+            Event::Delete { revision, .. } => *revision,
+        };
+        if revision <= self.listed {
+            return;
+        }
+        self.seen = self.seen.max(revision);
+        let known = |entries: &BTreeMap<String, Entry>, key: &str| {
+            entries.get(key).map_or(0, |entry| entry.revision)
+        };
+        match event {
+            Event::Delete { key, .. } => {
+                if known(&self.entries, &key) < revision {
+                    self.entries.remove(&key);
+                }
+            }
+            Event::Put(item) => {
+                if known(&self.entries, &item.key) < revision
+                    && let Some((key, entry)) = self.decode(item)
+                {
+                    self.entries.insert(key, entry);
+                }
+            }
+        }
+        self.settle();
+    }
+
+    /// The store cannot be reached: what is known stays, marked.
+    pub fn mark_stale(&mut self, now: Instant) {
+        self.unreachable_since.get_or_insert(now);
+    }
+
+    /// When [`Tracker::expire`] has something to do.
+    pub fn next_expiry(&self) -> Option<Instant> {
+        self.entries
+            .values()
+            .filter_map(|entry| entry.missing_until)
+            .min()
+    }
+
+    /// Drops workers whose grace period is over.
+    pub fn expire(&mut self, now: Instant) {
+        self.entries
+            .retain(|_, entry| entry.missing_until.is_none_or(|until| until > now));
+        self.settle();
+    }
+
+    /// The view as of now, if it differs from `last` in any worker or in being stale.
+    pub fn next_view(&mut self, last: &View) -> Option<View> {
+        let mut best: BTreeMap<WorkerId, &Entry> = BTreeMap::new();
+        for entry in self.entries.values() {
+            let id = &entry.record.id;
+            match best.get(id) {
+                Some(other) if other.revision >= entry.revision => {}
+                _ => drop(best.insert(id.clone(), entry)),
+            }
+        }
+        let workers: BTreeMap<_, _> = best
+            .into_iter()
+            .map(|(id, entry)| (id, entry.record.clone()))
+            .collect();
+        let stale_since = [self.unreachable_since, self.reset_since]
+            .into_iter()
+            .flatten()
+            .min();
+        if workers == last.workers && stale_since == last.stale_since {
+            return None;
+        }
+        self.version = self.version.max(last.version) + 1;
+        Some(View {
+            workers,
+            stale_since,
+            version: self.version,
+        })
+    }
+
+    /// Ids that more than one key claims: the same id in two pools. The latest
+    /// written is in the view.
+    pub fn duplicates(&self) -> Vec<WorkerId> {
+        let mut ids: Vec<_> = self
+            .entries
+            .values()
+            .map(|entry| &entry.record.id)
+            .collect();
+        ids.sort();
+        let mut twice: Vec<WorkerId> = ids
+            .windows(2)
+            .filter(|pair| pair[0] == pair[1])
+            .map(|pair| pair[0].clone())
+            .collect();
+        twice.dedup();
+        twice
+    }
+
+    /// A reset is over once nobody is missing.
+    fn settle(&mut self) {
+        if self.next_expiry().is_none() {
+            self.reset_since = None;
+        }
+    }
+
+    fn decode(&self, item: Item) -> Option<(String, Entry)> {
+        let record = match WorkerRecord::from_json(&item.value) {
+            Ok(record) => record,
+            Err(error) => {
+                tracing::warn!(key = item.key, %error, "skip a record that cannot be read");
+                return None;
+            }
+        };
+        if self.keys.key(record.role, &record.id) != item.key {
+            tracing::warn!(key = item.key, worker = %record.id, "skip a record under another worker's key");
+            return None;
+        }
+        Some((
+            item.key,
+            Entry {
+                revision: item.revision,
+                record,
+                missing_until: None,
+            },
+        ))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::record::tests::record;
+    use crate::record::{Role, WorkerState};
+    use proptest::prelude::*;
+
+    const GRACE: Duration = Duration::from_secs(10);
+
+    struct Fixture {
+        tracker: Tracker,
+        view: View,
+        now: Instant,
+    }
+
+    impl Fixture {
+        fn new() -> Self {
+            let now = Instant::now();
+            let keys = Keyspace::new("c", "0").unwrap();
+            let mut fixture = Self {
+                tracker: Tracker::new(keys, GRACE, now),
+                view: View::default(),
+                now,
+            };
+            fixture.refresh();
+            fixture
+        }
+
+        fn refresh(&mut self) -> Vec<Change> {
+            let Some(next) = self.tracker.next_view(&self.view) else {
+                return Vec::new();
+            };
+            assert!(next.version > self.view.version);
+            let changes = diff(&self.view, &next);
+            self.view = next;
+            changes
+        }
+
+        fn list(&mut self, revision: i64, items: Vec<Item>) -> Vec<Change> {
+            self.tracker.apply_list(
+                self.now,
+                Listing {
+                    store: 7,
+                    revision,
+                    items,
+                },
+            );
+            self.refresh()
+        }
+
+        fn event(&mut self, event: Event) -> Vec<Change> {
+            self.tracker.apply_event(event);
+            self.refresh()
+        }
+
+        fn epochs(&self) -> Vec<(String, u64)> {
+            let epoch = |(id, record): (&WorkerId, &WorkerRecord)| (id.to_string(), record.epoch.0);
+            self.view.workers.iter().map(epoch).collect()
+        }
+    }
+
+    fn put(id: &str, epoch: u64, revision: i64) -> Item {
+        item(&record(id, epoch), revision)
+    }
+
+    fn item(record: &WorkerRecord, revision: i64) -> Item {
+        let key = Keyspace::new("c", "0")
+            .unwrap()
+            .key(record.role, &record.id);
+        Item {
+            key,
+            revision,
+            value: record.to_json(),
+        }
+    }
+
+    fn delete(id: &str, revision: i64) -> Event {
+        Event::Delete {
+            key: put(id, 0, 0).key,
+            revision,
+        }
+    }
+
+    #[test]
+    fn the_first_list_makes_it_fresh_and_events_follow() {
+        let mut f = Fixture::new();
+        assert!(f.view.stale_since.is_some());
+        assert_eq!(
+            f.list(5, vec![put("a", 1, 4)]),
+            [Change::Joined("a".into())]
+        );
+        assert_eq!(f.view.stale_since, None);
+        let restarted = Change::Restarted {
+            id: "a".into(),
+            from: Epoch(1),
+            to: Epoch(2),
+        };
+        assert_eq!(f.event(Event::Put(put("a", 2, 6))), [restarted]);
+        let mut draining = record("a", 2);
+        draining.state = WorkerState::Draining;
+        assert_eq!(
+            f.event(Event::Put(item(&draining, 7))),
+            [Change::Updated("a".into())]
+        );
+        assert_eq!(f.event(delete("a", 8)), [Change::Left("a".into())]);
+    }
+
+    #[test]
+    fn an_older_revision_never_replaces_a_newer_one() {
+        let mut f = Fixture::new();
+        f.list(10, vec![put("a", 2, 9)]);
+        assert_eq!(f.event(Event::Put(put("a", 1, 8))), []);
+        assert_eq!(f.event(delete("a", 9)), []);
+        // Gone by the list, so an event from before it must not bring it back.
+        f.list(20, vec![]);
+        assert_eq!(f.event(Event::Put(put("a", 2, 15))), []);
+        assert!(f.view.workers.is_empty());
+    }
+
+    #[test]
+    fn silence_marks_and_removes_nothing() {
+        let mut f = Fixture::new();
+        f.list(5, vec![put("a", 1, 4)]);
+        f.tracker.mark_stale(f.now + GRACE);
+        f.refresh();
+        f.tracker.mark_stale(f.now + 2 * GRACE);
+        f.tracker.expire(f.now + 100 * GRACE);
+        f.refresh();
+        assert_eq!(f.epochs(), [("a".to_owned(), 1)]);
+        assert_eq!(f.view.stale_since, Some(f.now + GRACE));
+        f.list(5, vec![put("a", 1, 4)]);
+        assert_eq!(f.view.stale_since, None);
+    }
+
+    #[test]
+    fn a_list_removes_what_vanished_during_a_cut() {
+        let mut f = Fixture::new();
+        f.list(5, vec![put("a", 1, 4), put("b", 1, 5)]);
+        f.tracker.mark_stale(f.now);
+        let changes = f.list(1005, vec![put("b", 1, 5), put("c", 1, 900)]);
+        assert_eq!(
+            changes,
+            [Change::Left("a".into()), Change::Joined("c".into())]
+        );
+    }
+
+    #[test]
+    fn a_store_without_its_data_does_not_empty_the_view() {
+        let mut f = Fixture::new();
+        f.list(50, vec![put("a", 1, 40), put("b", 1, 41)]);
+        assert_eq!(f.list(1, vec![]), []);
+        assert_eq!(f.epochs().len(), 2);
+        assert!(f.view.stale_since.is_some(), "the view is a memory now");
+        f.event(Event::Put(put("a", 1, 2)));
+        assert!(f.view.stale_since.is_some());
+        // Another list in between does not end the grace of the one still missing.
+        f.list(2, vec![put("a", 1, 2)]);
+        assert_eq!(f.epochs().len(), 2);
+        assert_eq!(f.tracker.next_expiry(), Some(f.now + GRACE));
+        f.tracker.expire(f.now + GRACE);
+        assert_eq!(f.refresh(), [Change::Left("b".into())]);
+        assert_eq!(f.view.stale_since, None);
+    }
+
+    #[test]
+    fn a_reset_store_whose_workers_came_back_is_fresh() {
+        let mut f = Fixture::new();
+        f.list(50, vec![put("a", 1, 40)]);
+        f.list(1, vec![]);
+        assert_eq!(f.event(Event::Put(put("a", 1, 2))), []);
+        assert_eq!(f.view.stale_since, None);
+        // Its old revision 40 no longer outranks the new history.
+        assert_eq!(f.event(delete("a", 3)), [Change::Left("a".into())]);
+    }
+
+    #[test]
+    fn one_id_in_two_pools_is_reported_and_the_latest_is_listed() {
+        let mut f = Fixture::new();
+        let mut other = record("a", 2);
+        other.role = Role::Prefill;
+        f.list(9, vec![put("a", 1, 4), item(&other, 8)]);
+        assert_eq!(f.tracker.duplicates(), [WorkerId::from("a")]);
+        assert_eq!(f.epochs(), [("a".to_owned(), 2)]);
+        f.event(Event::Delete {
+            key: item(&other, 8).key,
+            revision: 10,
+        });
+        assert_eq!(f.epochs(), [("a".to_owned(), 1)]);
+        assert!(f.tracker.duplicates().is_empty());
+    }
+
+    #[test]
+    fn junk_and_misfiled_records_are_skipped() {
+        let mut f = Fixture::new();
+        let junk = Item {
+            value: b"{}".to_vec(),
+            ..put("a", 1, 3)
+        };
+        let misfiled = Item {
+            key: put("b", 1, 0).key,
+            ..put("a", 1, 3)
+        };
+        f.list(5, vec![junk, misfiled, put("c", 1, 4)]);
+        assert_eq!(f.epochs(), [("c".to_owned(), 1)]);
+    }
+
+    proptest! {
+        /// A store with random writes; its events arrive late, some never, lists
+        /// come in between. After the last list the view is the store, and no
+        /// event from before it changes that.
+        #[test]
+        fn a_list_repairs_everything_and_old_events_break_nothing(
+            steps in prop::collection::vec((0_u8..4, 1_u64..5, any::<bool>(), any::<bool>()), 1..60)
+        ) {
+            let mut f = Fixture::new();
+            let mut store: BTreeMap<String, Item> = BTreeMap::new();
+            let mut revision = 1;
+            let mut history = Vec::new();
+            for (worker, epoch, is_delete, delivered) in steps {
+                revision += 1;
+                let item = put(&format!("w{worker}"), epoch, revision);
+                let event = if is_delete {
+                    store.remove(&item.key);
+                    Event::Delete { key: item.key, revision }
+                } else {
+                    store.insert(item.key.clone(), item.clone());
+                    Event::Put(item)
+                };
+                history.push(event.clone());
+                if delivered {
+                    f.event(event);
+                } else if epoch == 1 {
+                    f.list(revision, store.values().cloned().collect());
+                }
+            }
+            f.list(revision, store.values().cloned().collect());
+            let mut expected = Vec::new();
+            for item in store.values() {
+                let record = WorkerRecord::from_json(&item.value).unwrap();
+                expected.push((record.id.to_string(), record.epoch.0));
+            }
+            prop_assert_eq!(f.epochs(), expected.clone());
+            for event in history {
+                f.event(event);
+            }
+            prop_assert_eq!(f.epochs(), expected);
+        }
+    }
+}

@@ -1,0 +1,1 @@
+//! Membership against a real etcd.
