@@ -1,0 +1,302 @@
+//! A model's chat templates: Jinja as Hugging Face renders it, within bounds.
+//!
+//! The environment copies `transformers`: blocks are trimmed, Python's string and dict
+//! methods exist, `tojson` writes Python's JSON, `raise_exception` and `strftime_now`
+//! are there, `{% generation %}` marks nothing. Templates come from model files, so a
+//! render has a budget of work (fuel), of nesting and of output.
+
+use std::io;
+
+use baton_proto::tokenizer_spec::ChatTemplate;
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::Serde;
+use minijinja::{Environment, ErrorKind, Value};
+use regex::Regex;
+
+use crate::chat::{self, ChatRequest};
+use crate::error::Error;
+use crate::python_json;
+use crate::strftime::strftime;
+use crate::tokenizer::TEXT_BYTES_MAX;
+
+/// Instructions, plus one per 64 bytes touched. A conversation of 10,000 messages
+/// under a long template takes a few million; a hostile template ends in about a second.
+const FUEL: u64 = 20_000_000;
+/// The engine counts 1 to 10 per nested call; recursive macros over tool schemas stay
+/// far below, and the stack of a 2 MiB thread holds it.
+const RECURSION_MAX: usize = 200;
+/// Variables that a request cannot replace.
+const RESERVED: [&str; 11] = [
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "pad_token",
+    "raise_exception",
+    "strftime_now",
+];
+
+/// The templates of one model.
+pub(crate) struct Templates {
+    environment: Environment<'static>,
+    /// Name and, where it does not parse, why.
+    entries: Vec<(String, Result<(), Error>)>,
+    /// `bos_token` and the like; a model without one leaves it undefined.
+    token_texts: Vec<(&'static str, String)>,
+}
+
+/// Marks an error as the template's own words.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Raised(String);
+
+impl Templates {
+    pub(crate) fn new(
+        templates: &[ChatTemplate],
+        token_texts: Vec<(&'static str, String)>,
+    ) -> Self {
+        let mut environment = environment();
+        let mut entries: Vec<(String, Result<(), Error>)> = Vec::new();
+        for template in templates {
+            let added = environment
+                .add_template_owned(template.name.clone(), without_generation(&template.source))
+                .map_err(|error| Error::TemplateSyntax {
+                    name: template.name.clone(),
+                    message: describe(&error),
+                });
+            entries.push((template.name.clone(), added));
+        }
+        Self {
+            environment,
+            entries,
+            token_texts,
+        }
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.entries.is_empty()
+    }
+
+    pub(crate) fn first_error(&self) -> Option<&Error> {
+        self.entries
+            .iter()
+            .find_map(|(_, parsed)| parsed.as_ref().err())
+    }
+
+    pub(crate) fn render(&self, chat: &ChatRequest) -> Result<String, Error> {
+        let name = self.choose(chat)?;
+        let messages = chat.normalised()?;
+        if chat.continue_final_message && chat.add_generation_prompt {
+            return Err(chat::invalid(
+                "continue_final_message",
+                "excludes `add_generation_prompt`",
+            ));
+        }
+        if let Some(key) = chat.extra.keys().find(|key| RESERVED.contains(&&***key)) {
+            return Err(chat::invalid(
+                &format!("chat_template_kwargs.{key}"),
+                "is set by the server",
+            ));
+        }
+        let context = self.context(chat, &messages);
+        let mut output = Bounded(Vec::new());
+        let template = self
+            .environment
+            .get_template(name)
+            .map_err(|error| failed(&error))?;
+        let rendered = template
+            .render_captured_to(context, &mut output)
+            .map(|_| ())
+            .map_err(|error| failed(&error));
+        if output.0.len() > TEXT_BYTES_MAX {
+            return Err(Error::RenderTooLong {
+                max: TEXT_BYTES_MAX,
+            });
+        }
+        rendered?;
+        let mut text = String::from_utf8(output.0).map_err(|_| Error::TemplateFailed {
+            message: "the output is no UTF-8".to_owned(),
+        })?;
+        chat::check_complete(&chat::expected(&messages, &chat.tools), &text)?;
+        if chat.continue_final_message {
+            let last = messages
+                .last()
+                .and_then(|message| message["content"].as_str());
+            cut_after(&mut text, last.unwrap_or_default())?;
+        }
+        Ok(text)
+    }
+
+    /// Never falls back to a template that the model does not have.
+    fn choose<'a>(&'a self, chat: &'a ChatRequest) -> Result<&'a str, Error> {
+        if self.entries.is_empty() {
+            return Err(Error::NoChatTemplate);
+        }
+        let find = |name: &str| self.entries.iter().find(|(entry, _)| entry == name);
+        let entry = match &chat.template {
+            Some(name) => find(name),
+            None if !chat.tools.is_empty() => find("tool_use").or_else(|| find("default")),
+            None => find("default"),
+        };
+        match entry {
+            Some((name, Ok(()))) => Ok(name),
+            Some((_, Err(error))) => Err(error.clone()),
+            None => Err(Error::UnknownTemplate {
+                name: chat.template.clone().unwrap_or("default".to_owned()),
+                available: self
+                    .entries
+                    .iter()
+                    .map(|(name, _)| name.as_str())
+                    .collect::<Vec<_>>()
+                    .join(", "),
+            }),
+        }
+    }
+
+    fn context(&self, chat: &ChatRequest, messages: &[serde_json::Value]) -> Value {
+        let or_none = |list: &[serde_json::Value]| {
+            if list.is_empty() {
+                Value::from(())
+            } else {
+                Value::from(Serde(list))
+            }
+        };
+        let now = chat.now;
+        let strftime_now = move |format: String| {
+            strftime(&format, now).map_err(|directive| {
+                minijinja::Error::new(
+                    ErrorKind::InvalidOperation,
+                    format!("strftime_now: unknown directive `%{directive}`"),
+                )
+            })
+        };
+        let mut variables = vec![
+            ("messages".to_owned(), Value::from(Serde(messages))),
+            ("tools".to_owned(), or_none(&chat.tools)),
+            ("documents".to_owned(), or_none(&chat.documents)),
+            (
+                "add_generation_prompt".to_owned(),
+                Value::from(chat.add_generation_prompt),
+            ),
+            (
+                "strftime_now".to_owned(),
+                Value::from_function(strftime_now),
+            ),
+        ];
+        for (name, text) in &self.token_texts {
+            variables.push(((*name).to_owned(), Value::from(text.as_str())));
+        }
+        for (name, value) in &chat.extra {
+            variables.push((name.clone(), Value::from(Serde(value))));
+        }
+        Value::from_iter(variables)
+    }
+}
+
+fn environment() -> Environment<'static> {
+    let mut environment = Environment::new();
+    let syntax = SyntaxConfig::builder()
+        .trim_blocks(true)
+        .lstrip_blocks(true)
+        .build()
+        .expect("only the default delimiters are used");
+    environment.set_syntax(syntax);
+    environment.set_fuel(Some(FUEL));
+    environment.set_recursion_limit(RECURSION_MAX);
+    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.add_filter("tojson", python_json::tojson);
+    environment.add_function("raise_exception", raise_exception);
+    environment
+}
+
+fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
+    Err(
+        minijinja::Error::new(ErrorKind::InvalidOperation, message.clone())
+            .with_source(Raised(message)),
+    )
+}
+
+/// `{% generation %}` marks the assistant's text for training. A block that is always
+/// taken trims blanks in the same way.
+fn without_generation(source: &str) -> String {
+    let tag =
+        Regex::new(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})").expect("the pattern is constant");
+    tag.replace_all(source, |found: &regex::Captures<'_>| {
+        let block = if found.get(2).is_some() {
+            "endif"
+        } else {
+            "if true"
+        };
+        format!("{}{block}{}", &found[1], &found[3])
+    })
+    .into_owned()
+}
+
+/// The end of `transformers`' `continue_final_message`: the prompt ends where the last
+/// message's text ends.
+fn cut_after(text: &mut String, last: &str) -> Result<(), Error> {
+    let trimmed = last.trim();
+    let at = text.rfind(trimmed).filter(|_| !trimmed.is_empty());
+    let Some(at) = at else {
+        return Err(chat::invalid(
+            "continue_final_message",
+            "the last message's text is not in the rendered prompt",
+        ));
+    };
+    let untrimmed = last.trim_start();
+    let kept = if text[at..].starts_with(untrimmed) {
+        untrimmed
+    } else {
+        trimmed
+    };
+    text.truncate(at + kept.len());
+    Ok(())
+}
+
+fn failed(error: &minijinja::Error) -> Error {
+    let mut source: Option<&dyn std::error::Error> = Some(error);
+    while let Some(current) = source {
+        if let Some(Raised(message)) = current.downcast_ref::<Raised>() {
+            return Error::TemplateRaised {
+                message: message.clone(),
+            };
+        }
+        source = current.source();
+    }
+    Error::TemplateFailed {
+        message: describe(error),
+    }
+}
+
+/// One line: what and where, without the engine's excerpt of the template.
+fn describe(error: &minijinja::Error) -> String {
+    let what = match error.detail() {
+        Some(detail) => detail.to_owned(),
+        None => error.kind().to_string(),
+    };
+    match error.line() {
+        Some(line) => format!("{what} (line {line})"),
+        None => what,
+    }
+}
+
+/// Refuses to grow past the limit by more than one write.
+struct Bounded(Vec<u8>);
+
+impl io::Write for Bounded {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.extend_from_slice(bytes);
+        if self.0.len() > TEXT_BYTES_MAX {
+            return Err(io::Error::other("rendered chat is too long"));
+        }
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

@@ -1,0 +1,382 @@
+//! The tokenizer of one model: built from a specification, then only read.
+//!
+//! It joins the parts: whole tokens are cut out first, an encoder does the rest, and
+//! decoding is a look-up of bytes. Chat rendering is delegated to the templates.
+
+use std::borrow::Cow;
+
+use baton_proto::ids::TokenId;
+use baton_proto::tokenizer_spec::{TokenKind, TokenizerModel, TokenizerSpec};
+
+use crate::added_tokens::{AddedTokens, Segment};
+use crate::byte_level::{self, ByteLevelEncoder};
+use crate::chat::ChatRequest;
+use crate::error::Error;
+use crate::hugging_face::{HuggingFace, HuggingFaceEncoder};
+use crate::merge::Merger;
+use crate::sentence_piece::{BLANK, SentencePieceEncoder};
+use crate::template::Templates;
+use crate::vocabulary::{Vocabulary, byte_token};
+
+/// The longest text that is encoded or rendered, in bytes. A context of a million
+/// tokens is about 4 MB; the rest is head-room, and a bound on memory.
+pub const TEXT_BYTES_MAX: usize = 16 << 20;
+
+/// How a text is encoded.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct EncodeOptions {
+    /// Put BOS before and EOS behind the text, as the model asks for plain text.
+    /// False for rendered chats: the template writes BOS itself. A BOS that the text
+    /// already spells out is not doubled.
+    pub add_special: bool,
+    /// Recognise control tokens (`<|im_start|>`) that are written out in the text.
+    pub parse_special: bool,
+}
+
+impl EncodeOptions {
+    /// A prompt of the completions endpoint. Control tokens are recognised, as other
+    /// OpenAI-like servers do: clients render their own chat formats this way.
+    pub const PROMPT: Self = Self {
+        add_special: true,
+        parse_special: true,
+    };
+    /// The output of [`Tokenizer::render_chat`].
+    pub const RENDERED_CHAT: Self = Self {
+        add_special: false,
+        parse_special: true,
+    };
+    /// Text that must stay text, whatever it spells.
+    pub const LITERAL: Self = Self {
+        add_special: false,
+        parse_special: false,
+    };
+}
+
+/// Text to ids and back. Immutable; share it by `Arc`.
+pub struct Tokenizer {
+    encoder: Encoder,
+    vocabulary: Vocabulary,
+    /// Blanks that decoding takes from the front of a whole text.
+    strip_blanks: usize,
+    bos: Option<TokenId>,
+    eos: Vec<TokenId>,
+    add_bos: bool,
+    add_eos: bool,
+    templates: Templates,
+}
+
+enum Encoder {
+    ByteLevel {
+        added: AddedTokens,
+        encoder: Box<ByteLevelEncoder>,
+    },
+    SentencePiece {
+        added: AddedTokens,
+        encoder: Box<SentencePieceEncoder>,
+    },
+    HuggingFace(Box<HuggingFaceEncoder>),
+}
+
+impl std::fmt::Debug for Tokenizer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Tokenizer")
+            .field("size", &self.size())
+            .field("bos", &self.bos)
+            .field("eos", &self.eos)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Tokenizer {
+    /// Builds the tokenizer. A chat template that does not parse is no error here (the
+    /// model still serves completions); see [`Self::chat_template_error`].
+    ///
+    /// *Errors*: the specification is damaged, or needs a rule this crate lacks.
+    pub fn from_spec(spec: &TokenizerSpec) -> Result<Self, Error> {
+        let (encoder, mut vocabulary, strip_blanks) = match &spec.model {
+            TokenizerModel::ByteLevelBpe { merges, pre } => {
+                let encoder = ByteLevelEncoder::new(&spec.tokens, merges, pre, spec.unknown)?;
+                let encoder = Encoder::ByteLevel {
+                    added: added_tokens(spec, |text| text.to_owned())?,
+                    encoder: Box::new(encoder),
+                };
+                (encoder, byte_level_vocabulary(spec), 0)
+            }
+            TokenizerModel::SentencePiece { add_space_prefix } => {
+                let encoder =
+                    SentencePieceEncoder::new(&spec.tokens, *add_space_prefix, spec.unknown)?;
+                let encoder = Encoder::SentencePiece {
+                    added: added_tokens(spec, unescape)?,
+                    encoder: Box::new(encoder),
+                };
+                let strip_blanks = usize::from(*add_space_prefix);
+                (encoder, sentence_piece_vocabulary(spec), strip_blanks)
+            }
+            TokenizerModel::HuggingFace { json } => {
+                let HuggingFace {
+                    encoder,
+                    mut vocabulary,
+                    strip_blanks,
+                } = HuggingFace::from_json(json)?;
+                for (id, token) in (0..).zip(&spec.tokens) {
+                    if is_hidden(token.kind) {
+                        vocabulary.mark_special(id);
+                    }
+                }
+                while vocabulary.len() < spec.tokens.len() {
+                    vocabulary.push(&[], false);
+                }
+                let encoder = Encoder::HuggingFace(Box::new(encoder));
+                (encoder, vocabulary, strip_blanks)
+            }
+        };
+        for (name, id) in [("bos", spec.bos), ("unknown", spec.unknown)]
+            .into_iter()
+            .chain(spec.eos.iter().map(|&id| ("eos", Some(id))))
+        {
+            let Some(id) = id else { continue };
+            if id as usize >= vocabulary.len() {
+                return Err(Error::InvalidSpec {
+                    reason: format!("{name} id {id} is outside the vocabulary"),
+                });
+            }
+            vocabulary.mark_special(id);
+        }
+        let text = |id: TokenId| String::from_utf8_lossy(vocabulary.bytes(id)).into_owned();
+        let names = [
+            ("bos_token", spec.bos),
+            ("eos_token", spec.eos.first().copied()),
+            ("unk_token", spec.unknown),
+            ("pad_token", spec.padding),
+        ]
+        .into_iter()
+        .filter_map(|(name, id)| Some((name, text(id?))))
+        .collect();
+        Ok(Self {
+            templates: Templates::new(&spec.chat_templates, names),
+            encoder,
+            vocabulary,
+            strip_blanks,
+            bos: spec.bos,
+            eos: spec.eos.clone(),
+            add_bos: spec.add_bos,
+            add_eos: spec.add_eos,
+        })
+    }
+
+    /// Text to ids. Linear up to a logarithm in the text's length, for any text.
+    ///
+    /// *Errors*: [`Error::TextTooLong`]; [`Error::Unencodable`] for a vocabulary
+    /// without bytes.
+    pub fn encode(&self, text: &str, options: EncodeOptions) -> Result<Vec<TokenId>, Error> {
+        if text.len() > TEXT_BYTES_MAX {
+            return Err(Error::TextTooLong {
+                bytes: text.len(),
+                max: TEXT_BYTES_MAX,
+            });
+        }
+        let mut ids = Vec::with_capacity(text.len() / 3 + 2);
+        let mut merger = Merger::default();
+        match &self.encoder {
+            Encoder::ByteLevel { added, encoder } => {
+                added.split(text, options.parse_special, |segment| match segment {
+                    Segment::Token(id) => {
+                        ids.push(id);
+                        Ok(())
+                    }
+                    Segment::Text(text) => encoder.encode(text, &mut merger, &mut ids),
+                })?;
+            }
+            Encoder::SentencePiece { added, encoder } => {
+                let mut at_border = true;
+                added.split(text, options.parse_special, |segment| match segment {
+                    Segment::Token(id) => {
+                        at_border = true;
+                        ids.push(id);
+                        Ok(())
+                    }
+                    Segment::Text(text) => {
+                        let border = std::mem::replace(&mut at_border, false);
+                        encoder.encode(text, border, &mut merger, &mut ids)
+                    }
+                })?;
+            }
+            Encoder::HuggingFace(encoder) => {
+                ids = encoder.encode(text, options.add_special, options.parse_special)?;
+            }
+        }
+        if options.add_special {
+            self.add_special(&mut ids);
+        }
+        Ok(ids)
+    }
+
+    fn add_special(&self, ids: &mut Vec<TokenId>) {
+        if let Some(bos) = self.bos.filter(|_| self.add_bos)
+            && ids.first() != Some(&bos)
+        {
+            ids.insert(0, bos);
+        }
+        if let Some(&eos) = self.eos.first().filter(|_| self.add_eos)
+            && ids.last() != Some(&eos)
+        {
+            ids.push(eos);
+        }
+    }
+
+    /// Ids to text. Bytes that are no UTF-8 become U+FFFD; nothing else is changed, but
+    /// for the one leading blank that SentencePiece models put there.
+    pub fn decode(&self, ids: &[TokenId], skip_special: bool) -> String {
+        let mut bytes = Vec::with_capacity(ids.len() * 4);
+        let mut strip = self.strip_blanks;
+        for &id in ids {
+            bytes.extend_from_slice(self.strip_front(self.shown(id, skip_special), &mut strip));
+        }
+        match String::from_utf8_lossy(&bytes) {
+            Cow::Borrowed(text) => text.to_owned(),
+            Cow::Owned(text) => text,
+        }
+    }
+
+    /// The bytes of one token alone, as `bytes` of a logprob entry. Empty for padded
+    /// and unknown ids.
+    pub fn token_bytes(&self, id: TokenId) -> &[u8] {
+        self.vocabulary.bytes(id)
+    }
+
+    /// One token for people, as `token` of a logprob entry. Half characters are
+    /// written `bytes:\xf0\x9f`, as OpenAI does.
+    pub fn token_text(&self, id: TokenId) -> String {
+        let bytes = self.vocabulary.bytes(id);
+        match std::str::from_utf8(bytes) {
+            Ok(text) => text.to_owned(),
+            Err(_) => bytes
+                .iter()
+                .fold("bytes:".to_owned(), |text, b| format!("{text}\\x{b:02x}")),
+        }
+    }
+
+    /// Number of ids, holes included.
+    pub fn size(&self) -> u32 {
+        self.vocabulary.len() as u32
+    }
+
+    /// The token that starts a sequence, if the model has one.
+    pub fn bos(&self) -> Option<TokenId> {
+        self.bos
+    }
+
+    /// Every token that ends a sequence.
+    pub fn eos(&self) -> &[TokenId] {
+        &self.eos
+    }
+
+    /// Whether `skip_special` hides the token: control tokens, BOS, EOS and unknown.
+    /// User-defined tokens (`<think>`) are text.
+    pub fn is_special(&self, id: TokenId) -> bool {
+        self.vocabulary.is_special(id)
+    }
+
+    /// Whether the model came with a chat template, usable or not.
+    pub fn has_chat_template(&self) -> bool {
+        !self.templates.is_empty()
+    }
+
+    /// The first template that does not parse, for a warning at load.
+    pub fn chat_template_error(&self) -> Option<&Error> {
+        self.templates.first_error()
+    }
+
+    /// Renders a conversation to a prompt; encode it with
+    /// [`EncodeOptions::RENDERED_CHAT`].
+    ///
+    /// *Errors*: [`Error::NoChatTemplate`], [`Error::UnknownTemplate`],
+    /// [`Error::TemplateSyntax`] (found in [`Self::from_spec`]),
+    /// [`Error::TemplateRaised`] with the template's own message,
+    /// [`Error::InvalidChat`] naming the field. Nothing is ever dropped silently: a
+    /// message that the template leaves out is an [`Error::InvalidChat`].
+    pub fn render_chat(&self, chat: &ChatRequest) -> Result<String, Error> {
+        self.templates.render(chat)
+    }
+
+    /// The bytes of a token as output shows them.
+    pub(crate) fn shown(&self, id: TokenId, skip_special: bool) -> &[u8] {
+        if skip_special && self.vocabulary.is_special(id) {
+            return &[];
+        }
+        self.vocabulary.bytes(id)
+    }
+
+    /// How many blanks decoding takes from the front of a whole text.
+    pub(crate) fn strip_blanks(&self) -> usize {
+        self.strip_blanks
+    }
+
+    /// Takes up to `*strip` blanks from the front; the first other byte ends it.
+    pub(crate) fn strip_front<'b>(&self, mut bytes: &'b [u8], strip: &mut usize) -> &'b [u8] {
+        while *strip > 0
+            && let [first, rest @ ..] = bytes
+        {
+            if *first == b' ' {
+                bytes = rest;
+                *strip -= 1;
+            } else {
+                *strip = 0;
+            }
+        }
+        bytes
+    }
+}
+
+/// Kinds that are never part of the text.
+fn is_hidden(kind: TokenKind) -> bool {
+    matches!(kind, TokenKind::Control | TokenKind::Unknown)
+}
+
+fn unescape(text: &str) -> String {
+    text.replace(BLANK, " ")
+}
+
+/// The tokens that are matched whole, as user text spells them.
+fn added_tokens(
+    spec: &TokenizerSpec,
+    spelled: impl Fn(&str) -> String,
+) -> Result<AddedTokens, Error> {
+    let of = |wanted: &dyn Fn(TokenKind) -> bool| {
+        (0..)
+            .zip(&spec.tokens)
+            .filter(|(_, token)| wanted(token.kind))
+            .map(|(id, token)| (spelled(&token.text), id))
+            .collect()
+    };
+    AddedTokens::new(of(&|kind| kind == TokenKind::UserDefined), of(&is_hidden))
+}
+
+fn byte_level_vocabulary(spec: &TokenizerSpec) -> Vocabulary {
+    let mut vocabulary = Vocabulary::default();
+    for token in &spec.tokens {
+        let verbatim = || token.text.clone().into_bytes();
+        let bytes = match token.kind {
+            TokenKind::Unused => Vec::new(),
+            TokenKind::Normal => byte_level::piece_bytes(&token.text).unwrap_or_else(verbatim),
+            TokenKind::Byte => byte_token(&token.text).map_or_else(verbatim, |byte| vec![byte]),
+            TokenKind::Control | TokenKind::Unknown | TokenKind::UserDefined => verbatim(),
+        };
+        vocabulary.push(&bytes, is_hidden(token.kind));
+    }
+    vocabulary
+}
+
+fn sentence_piece_vocabulary(spec: &TokenizerSpec) -> Vocabulary {
+    let mut vocabulary = Vocabulary::default();
+    for token in &spec.tokens {
+        let bytes = match token.kind {
+            TokenKind::Unused => Vec::new(),
+            TokenKind::Normal | TokenKind::UserDefined => unescape(&token.text).into_bytes(),
+            TokenKind::Byte => byte_token(&token.text).into_iter().collect(),
+            TokenKind::Control | TokenKind::Unknown => token.text.clone().into_bytes(),
+        };
+        vocabulary.push(&bytes, is_hidden(token.kind));
+    }
+    vocabulary
+}
