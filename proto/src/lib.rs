@@ -11,6 +11,7 @@ pub mod ids;
 pub mod kv_layout;
 pub mod limits;
 pub mod model_card;
+pub mod pool_memory;
 pub mod protocol;
 pub mod sampling;
 pub mod tokenizer_spec;

@@ -8,6 +8,11 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tonic::service::RoutesBuilder;
+use tonic::transport::server::TcpIncoming;
 use tonic::transport::{
     Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Server, ServerTlsConfig,
 };
@@ -121,6 +126,66 @@ pub fn server(tls: &TlsSettings) -> Result<Server, Error> {
             .tls_config(config)
             .map_err(|error| Error::invalid("tls", format!("cannot use certificate: {error}"))),
         None => Ok(server),
+    }
+}
+
+/// Serves `services` with reflection and `grpc.health.v1` until `shutdown`, then lets
+/// open calls end.
+///
+/// `names` are the services whose health follows `ready`; so does the server's own
+/// (the empty name).
+///
+/// # Errors
+/// As [`server`], or what the listener reports.
+///
+/// *Cancel safety*: dropping the future closes the port and every call at once.
+pub async fn serve(
+    listener: TcpListener,
+    tls: &TlsSettings,
+    services: RoutesBuilder,
+    names: &'static [&'static str],
+    mut ready: watch::Receiver<bool>,
+    shutdown: CancellationToken,
+) -> Result<(), Error> {
+    let internal =
+        |error: &dyn std::fmt::Display| Error::new(ErrorKind::Internal, error.to_string());
+    let reflection = || {
+        tonic_reflection::server::Builder::configure()
+            .register_encoded_file_descriptor_set(crate::FILE_DESCRIPTOR_SET)
+            .register_encoded_file_descriptor_set(tonic_health::pb::FILE_DESCRIPTOR_SET)
+    };
+    let (reporter, health) = tonic_health::server::health_reporter();
+    let mut services = services;
+    services.add_service(health);
+    services.add_service(reflection().build_v1().map_err(|error| internal(&error))?);
+    services.add_service(
+        reflection()
+            .build_v1alpha()
+            .map_err(|error| internal(&error))?,
+    );
+
+    let follow_ready = async move {
+        loop {
+            let status = if *ready.borrow_and_update() {
+                tonic_health::ServingStatus::Serving
+            } else {
+                tonic_health::ServingStatus::NotServing
+            };
+            for name in names.iter().copied().chain([""]) {
+                reporter.set_service_status(name, status).await;
+            }
+            if ready.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    };
+    let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let serving = server(tls)?
+        .add_routes(services.routes())
+        .serve_with_incoming_shutdown(incoming, shutdown.cancelled_owned());
+    tokio::select! {
+        served = serving => served.map_err(|error| internal(&error)),
+        () = follow_ready => Ok(()),
     }
 }
 
