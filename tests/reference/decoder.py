@@ -1,4 +1,4 @@
-"""An independent float32 reference of the decoders llama, qwen2, qwen3 and gemma3.
+"""An independent float32 (or float64) reference of the decoders llama, qwen2, qwen3 and gemma3.
 
 Written from the mathematics, in plain numpy, to be read rather than to be fast. It shares no code with the
 engine, so the two can only agree by both being right. Shapes: T = new tokens, S = all tokens so far,
@@ -93,18 +93,19 @@ def inverse_frequencies(cfg, sliding):
 
 
 class Decoder:
-    def __init__(self, cfg, weights, quantised=(), emulate=None):
-        """weights: canonical name -> f32 array. quantised: names whose file type was an integer one."""
+    def __init__(self, cfg, weights, quantised=(), emulate=None, dtype=F32):
+        """weights: canonical name -> f32 array. quantised: names whose file type was an integer one.
+        dtype: what everything is computed in; np.float64 shows how much of a difference is f32 rounding."""
         self.cfg, self.w, self.quantised = cfg, weights, set(quantised)
-        self.emulate = emulate or Emulate()
+        self.emulate, self.f = emulate or Emulate(), dtype
         self.freqs = {s: inverse_frequencies(cfg, s) for s in set(cfg.sliding)}
         self.used = set()
         self.reset()
 
     def reset(self):
         c = self.cfg
-        self.k = [np.zeros((c.n_kv, 0, c.head_dim), F32) for _ in range(c.n_layers)]
-        self.v = [np.zeros((c.n_kv, 0, c.head_dim), F32) for _ in range(c.n_layers)]
+        self.k = [np.zeros((c.n_kv, 0, c.head_dim), self.f) for _ in range(c.n_layers)]
+        self.v = [np.zeros((c.n_kv, 0, c.head_dim), self.f) for _ in range(c.n_layers)]
 
     def get(self, name):
         self.used.add(name)
@@ -112,7 +113,7 @@ class Decoder:
 
     def linear(self, x, name):
         if self.emulate.int8_activations and name in self.quantised:
-            x = int8_groups(x)
+            x = int8_groups(x.astype(F32))
         y = x @ self.get(name).T
         b = self.get(name + ".bias")
         return y if b is None else y + b
@@ -122,11 +123,11 @@ class Decoder:
         if w is None:
             return x
         r = 1 / np.sqrt(np.mean(x.astype(np.float64) ** 2, -1, keepdims=True) + self.cfg.eps)
-        return (x * r.astype(F32)) * (w + 1 if self.cfg.norm_plus_one else w)
+        return (x * r.astype(self.f)) * (w + 1 if self.cfg.norm_plus_one else w)
 
     def rope(self, x, pos, sliding):  # x: [heads, T, D]
         a = pos[:, None] * self.freqs[sliding][None, :]
-        cos, sin = np.cos(a).astype(F32), np.sin(a).astype(F32)
+        cos, sin = np.cos(a).astype(self.f), np.sin(a).astype(self.f)
         out = np.empty_like(x)
         half = self.cfg.head_dim // 2
         first, second = (slice(0, None, 2), slice(1, None, 2)) if self.cfg.rope_adjacent else (slice(0, half), slice(half, None))
@@ -136,8 +137,8 @@ class Decoder:
 
     def round_kv(self, x):
         if self.emulate.kv == "f16":
-            return x.astype(np.float16).astype(F32)
-        return to_bf16(x) if self.emulate.kv == "bf16" else x
+            return x.astype(np.float16).astype(self.f)
+        return to_bf16(x).astype(self.f) if self.emulate.kv == "bf16" else x
 
     def attention(self, x, i, pos):
         c, t = self.cfg, len(pos)
@@ -151,7 +152,7 @@ class Decoder:
         self.v[i] = np.concatenate([self.v[i], self.round_kv(v)], 1)
         per = c.n_heads // c.n_kv
         keys, values = np.repeat(self.k[i], per, 0), np.repeat(self.v[i], per, 0)  # [H, S, D]
-        s = (q @ keys.transpose(0, 2, 1)) * F32(c.q_scale)  # [H, T, S]
+        s = (q @ keys.transpose(0, 2, 1)) * self.f(c.q_scale)  # [H, T, S]
         if c.attn_softcap:
             s = c.attn_softcap * np.tanh(s / c.attn_softcap)
         d = pos[:, None] - np.arange(keys.shape[1])[None, :]
@@ -160,7 +161,7 @@ class Decoder:
             seen &= d < c.window
         s = np.where(seen[None], s.astype(np.float64), -np.inf)
         e = np.exp(s - s.max(-1, keepdims=True))
-        a = (e / e.sum(-1, keepdims=True)).astype(F32)
+        a = (e / e.sum(-1, keepdims=True)).astype(self.f)
         o = (a @ values).transpose(1, 0, 2).reshape(t, c.n_heads * c.head_dim)
         return self.linear(o, p + "o")
 
@@ -170,14 +171,14 @@ class Decoder:
             g = g / (1 + np.exp(-g))
         else:
             g = 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
-        return self.linear(g.astype(F32) * u, f"l{i}.down")
+        return self.linear(g.astype(self.f) * u, f"l{i}.down")
 
     def forward(self, ids, every=False):
         """Append `ids` to the cache; logits [T, vocab] if `every`, else those of the last position [vocab]."""
         c = self.cfg
         start = self.k[0].shape[1]
         pos = np.arange(start, start + len(ids))
-        x = self.get("embed")[np.asarray(ids)] * F32(c.embed_scale)
+        x = self.get("embed")[np.asarray(ids)] * self.f(c.embed_scale)
         for i in range(c.n_layers):
             p = f"l{i}."
             x = x + self.norm(self.attention(self.norm(x, p + "attn_norm"), i, pos), p + "post_attn_norm")

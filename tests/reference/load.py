@@ -81,7 +81,7 @@ def hf_config(j):
     return Config(**c)
 
 
-def load_hf(folder, emulate=None):
+def load_hf(folder, **options):
     folder = Path(folder)
     cfg = hf_config(json.loads((folder / "config.json").read_text()))
     table = {"model.embed_tokens": "embed", "lm_head": "head", "model.norm": "out_norm"}
@@ -90,10 +90,10 @@ def load_hf(folder, emulate=None):
     tensors = {}
     for f in sorted(folder.glob("*.safetensors")):
         tensors |= {canonical(k, table): v for k, v in read_safetensors(f).items()}
-    return Decoder(cfg, tensors, emulate=emulate)
+    return Decoder(cfg, tensors, **options)
 
 
-def load_gguf(path, emulate=None):
+def load_gguf(path, **options):
     import gguf
 
     r = gguf.GGUFReader(path)
@@ -125,8 +125,9 @@ def load_gguf(path, emulate=None):
         )  # fmt: skip
     elif arch not in ("llama", "qwen2", "qwen3"):
         raise ValueError(f"architecture {arch}")
-    return Decoder(Config(**c), tensors, quantised, emulate)
+    return Decoder(Config(**c), tensors, quantised, **options)
 
 
-def load(path, emulate=None):
-    return load_gguf(path, emulate) if str(path).endswith(".gguf") else load_hf(path, emulate)
+def load(path, **options):
+    """options: Decoder's `emulate` and `dtype`."""
+    return load_gguf(path, **options) if str(path).endswith(".gguf") else load_hf(path, **options)
