@@ -2,14 +2,21 @@
 //!
 //! ```text
 //! memory        the bytes: one huge-page region per KvGroup, raw, shared with kernels and lanes
+//! block_pool    the state of every block of one group, its eviction and the prefix index
+//! tables        a sequence's blocks in all groups: grow, share, copy on write, look-up
 //! ```
 //!
 //! Nothing here knows sequences' tokens beyond their hashes, schedules or moves
 //! bytes; the core does.
 
+pub mod block_pool;
 pub mod memory;
+mod pool_memory;
+pub mod tables;
 
+pub use block_pool::{BlockPool, BlockState};
 pub use memory::{KvMemory, Region};
+pub use tables::{Hit, Pools, Tables};
 
 /// Why a pool could not be made.
 #[derive(Debug, thiserror::Error)]

@@ -20,4 +20,5 @@ pub mod config;
 pub mod core;
 pub mod engine;
 pub mod kv;
+pub mod sampling;
 pub mod step;
