@@ -1,12 +1,37 @@
-//! Attention over paged K and V, and writing them.
+//! Attention over paged K and V: who computes what.
+//!
+//! Queries that read the same K and V go together: the heads of a GQA group, and in prefill a few rows of one sequence,
+//! up to [`QUERIES`] of them. Positions are walked in tiles of [`KV_TILE`] aligned to absolute positions, whose partial
+//! results merge in order (`tile` has the arithmetic):
+//!
+//! ```text
+//! item = (row block, kv head, part of the group)
+//! many items: a thread takes a whole item, tile after tile, merging as it goes
+//! few items:  a thread takes one tile of one item and keeps the partial result; the caller merges all at the end
+//! ```
+//!
+//! Both ways merge the same partial results in the same order, so the choice is one of speed only. Threads take the
+//! next piece from a counter, because rows differ in length.
 
-use half::{bf16, f16};
+mod tile;
 
-use crate::kv::{KV_SPAN, KvDtype, KvView};
-use crate::{Kernels, Scratch, reference};
+use std::ops::Range;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use crate::kernels::Shared;
+use crate::kv::{KvDtype, KvView};
+use crate::simd::{BFloat16, Float16, Float32, dispatch};
+use crate::{Isa, Kernels, Scratch};
+use tile::{HEADER, Merge, Tile};
 
 /// Positions of a tile: partial results exist per tile and merge in order.
 pub const KV_TILE: usize = 256;
+
+/// Queries of an item: what the registers hold accumulators for.
+const QUERIES: usize = 8;
+
+/// Items per thread from which whole items are shared out.
+const ITEMS_PER_THREAD: usize = 4;
 
 /// One query row: where its sequence's K and V lie, and which position it is.
 #[derive(Clone, Copy, Debug)]
@@ -15,6 +40,19 @@ pub struct AttentionRow<'a> {
     pub table: &'a [u32],
     /// Position of this query; it sees positions up to and including its own.
     pub position: u32,
+}
+
+impl AttentionRow<'_> {
+    /// Positions this row sees.
+    fn visible(&self, window: Option<u32>) -> Range<usize> {
+        let end = self.position as usize + 1;
+        window.map_or(0, |w| end.saturating_sub(w as usize))..end
+    }
+
+    /// Whether `next` continues this row's sequence by one position.
+    fn continued_by(&self, next: &AttentionRow<'_>) -> bool {
+        std::ptr::eq(self.table, next.table) && self.position.checked_add(1) == Some(next.position)
+    }
 }
 
 /// What is the same for all rows of a call.
@@ -26,56 +64,21 @@ pub struct AttentionParams {
     /// Distance in f32 between two rows of `q`.
     pub q_row_stride: usize,
     pub scale: f32,
-    /// Sees positions `> position - window`.
+    /// Sees positions `> position - window`. At least 1.
     pub window: Option<u32>,
     /// Scores become `cap * tanh(score / cap)`.
     pub soft_cap: Option<f32>,
 }
 
 impl Kernels {
-    /// Stores one K and one V row per slot `(block, slot in block)`, rounded to the pool's dtype.
-    ///
-    /// *Shapes*: `k`, `v`: `[slots.len(), kv_heads, head_dim]` with `row_stride`.
-    pub fn write_kv(
-        &self,
-        kv: &KvView,
-        layer: usize,
-        slots: &[(u32, u32)],
-        k: &[f32],
-        v: &[f32],
-        row_stride: usize,
-    ) {
-        let shape = kv.shape();
-        let dim = shape.head_dim as usize;
-        for (t, (block, slot)) in slots.iter().enumerate() {
-            assert!(
-                *slot < shape.block_size,
-                "slot `{slot}` of a block of `{}`",
-                shape.block_size
-            );
-            let slot = *slot as usize;
-            for head in 0..shape.kv_heads as usize {
-                let k = &k[t * row_stride + head * dim..][..dim];
-                let v = &v[t * row_stride + head * dim..][..dim];
-                let (to_k, to_v) = (kv.k(*block, layer, head), kv.v(*block, layer, head));
-                for d in 0..dim {
-                    let at = (slot / KV_SPAN * dim + d) * KV_SPAN + slot % KV_SPAN;
-                    // SAFETY: `slot` is inside the block, so both elements are inside this head of the block, which
-                    // is valid and ours to write by the contract of `KvView::new`.
-                    unsafe {
-                        store(shape.dtype, to_k, at, k[d]);
-                        store(shape.dtype, to_v, slot * dim + d, v[d]);
-                    }
-                }
-            }
-        }
-    }
-
     /// Attention of `rows.len()` query rows over their sequences.
     ///
     /// *Shapes*: `q: [rows, heads, head_dim]` with `params.q_row_stride`, `out: [rows, heads, head_dim]` dense. Query
     /// head `h` reads kv head `h / (heads / kv_heads)`. Rows of one sequence that follow each other with consecutive
     /// positions and the same `table` slice share the reading of K and V.
+    ///
+    /// *Panics* where shapes disagree with the view, or a table lacks a visible position or names a block the pool does
+    /// not have.
     #[allow(clippy::too_many_arguments)]
     pub fn attention(
         &self,
@@ -85,29 +88,317 @@ impl Kernels {
         q: &[f32],
         out: &mut [f32],
         params: &AttentionParams,
-        _scratch: &mut Scratch,
+        scratch: &mut Scratch,
     ) {
-        let dim = params.head_dim;
+        let width = params.heads * params.head_dim;
+        let shape = kv.shape();
+        assert_eq!(
+            (params.kv_heads, params.head_dim),
+            (shape.kv_heads as usize, shape.head_dim as usize),
+            "attention: kv heads and head dimensions of the pool"
+        );
+        assert!(
+            params.heads.is_multiple_of(params.kv_heads),
+            "attention: heads in whole groups"
+        );
+        assert!(params.window != Some(0), "attention: a window of nothing");
+        assert_eq!(
+            out.len(),
+            rows.len() * width,
+            "attention: out is [rows, heads, head_dim]"
+        );
+        if rows.is_empty() {
+            return;
+        }
+        assert!(
+            q.len() >= (rows.len() - 1) * params.q_row_stride + width,
+            "attention: q is too short"
+        );
+
         let group = params.heads / params.kv_heads;
-        for (t, row) in rows.iter().enumerate() {
-            for head in 0..params.heads {
-                let q = &q[t * params.q_row_stride + head * dim..][..dim];
-                let out = &mut out[(t * params.heads + head) * dim..][..dim];
-                reference::attention_head(kv, layer, row, q, head / group, params, out);
+        let parts = group.div_ceil(QUERIES);
+        let part_heads = group.div_ceil(parts);
+        let scratch = &mut scratch.attention;
+        scratch.blocks.clear();
+        let mut first = 0;
+        for t in 1..=rows.len() {
+            let full = t - first == (QUERIES / part_heads).max(1);
+            if t == rows.len() || full || !rows[t - 1].continued_by(&rows[t]) {
+                scratch.blocks.push((first, t - first));
+                first = t;
             }
+        }
+
+        let record = HEADER + params.head_dim;
+        let per_thread = QUERIES * (params.head_dim + KV_TILE + 2 * record);
+        let work = Shared::new(scratch.floats.take(self.threads() * per_thread));
+        let call = Call {
+            isa: self.isa(),
+            kv,
+            layer,
+            rows,
+            q,
+            params,
+            blocks: &scratch.blocks,
+            group,
+            parts,
+            part_heads,
+            record,
+            out: Shared::new(out),
+        };
+        let workspace = |thread: usize| {
+            // SAFETY: every thread has its own part, and uses it once per call.
+            unsafe { work.slice(thread * per_thread..(thread + 1) * per_thread) }
+        };
+
+        let items = call.items();
+        let next = AtomicUsize::new(0);
+        if self.threads() == 1 || items >= ITEMS_PER_THREAD * self.threads() {
+            self.pool().run(&|thread| {
+                let mut workspace = call.workspace(workspace(thread));
+                loop {
+                    let item = next.fetch_add(1, Ordering::Relaxed);
+                    if item >= items {
+                        return;
+                    }
+                    call.whole_item(&call.item(item), &mut workspace);
+                }
+            });
+            return;
+        }
+        scratch.units.clear();
+        for item in 0..items {
+            scratch
+                .units
+                .extend(call.item(item).tiles.map(|tile| (item, tile)));
+        }
+        let units = &scratch.units;
+        let per_unit = QUERIES * record;
+        let partials = scratch.partials.take(units.len() * per_unit);
+        let shared = Shared::new(&mut *partials);
+        self.pool().run(&|thread| {
+            let workspace = call.workspace(workspace(thread));
+            let mut packed = usize::MAX;
+            loop {
+                let unit = next.fetch_add(1, Ordering::Relaxed);
+                let Some((item, tile)) = units.get(unit) else {
+                    return;
+                };
+                let it = call.item(*item);
+                if packed != *item {
+                    call.pack_queries(&it, workspace.q);
+                    packed = *item;
+                }
+                // SAFETY: units are handed out once, so their parts are disjoint.
+                let records = unsafe { shared.slice(unit * per_unit..(unit + 1) * per_unit) };
+                call.tile(&it, *tile, workspace.q, workspace.scores, records);
+            }
+        });
+        let mut unit = 0;
+        for item in 0..items {
+            let item = call.item(item);
+            let tiles = item.tiles.clone();
+            let (first, others) =
+                partials[unit * per_unit..][..tiles.len() * per_unit].split_at_mut(per_unit);
+            for (tile, records) in tiles.clone().skip(1).zip(others.chunks_exact(per_unit)) {
+                call.merge(&item, tile, records, first);
+            }
+            call.finish(&item, first);
+            unit += tiles.len();
         }
     }
 }
 
-/// # Safety
-/// `base + index` elements is valid for a write.
-unsafe fn store(dtype: KvDtype, base: *mut u8, index: usize, value: f32) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        match dtype {
-            KvDtype::F32 => base.cast::<f32>().add(index).write(value),
-            KvDtype::F16 => base.cast::<f16>().add(index).write(f16::from_f32(value)),
-            KvDtype::BF16 => base.cast::<bf16>().add(index).write(bf16::from_f32(value)),
+/// One call of `attention`, shared by the threads.
+struct Call<'a> {
+    isa: Isa,
+    kv: &'a KvView,
+    layer: usize,
+    rows: &'a [AttentionRow<'a>],
+    q: &'a [f32],
+    params: &'a AttentionParams,
+    blocks: &'a [(usize, usize)],
+    /// Query heads per kv head, and how they are cut.
+    group: usize,
+    parts: usize,
+    part_heads: usize,
+    /// f32 of one query's state: header and accumulator.
+    record: usize,
+    out: Shared<f32>,
+}
+
+/// Queries that read the same K and V.
+struct Item<'a> {
+    first_row: usize,
+    rows: &'a [AttentionRow<'a>],
+    kv_head: usize,
+    first_head: usize,
+    heads: usize,
+    /// Tiles any of the rows sees.
+    tiles: Range<usize>,
+}
+
+impl Item<'_> {
+    fn queries(&self) -> usize {
+        self.rows.len() * self.heads
+    }
+}
+
+/// A thread's memory.
+struct Workspace<'a> {
+    /// `[head_dim][queries]`
+    q: &'a mut [f32],
+    /// `[queries][KV_TILE]`
+    scores: &'a mut [f32],
+    /// `[queries]` records of the tile at hand, and of all tiles so far.
+    tile: &'a mut [f32],
+    total: &'a mut [f32],
+}
+
+impl<'a> Call<'a> {
+    fn items(&self) -> usize {
+        self.blocks.len() * self.params.kv_heads * self.parts
+    }
+
+    fn item(&self, index: usize) -> Item<'a> {
+        let (block, rest) = (
+            index / (self.params.kv_heads * self.parts),
+            index % (self.params.kv_heads * self.parts),
+        );
+        let (kv_head, part) = (rest / self.parts, rest % self.parts);
+        let (first_row, count) = self.blocks[block];
+        let rows = &self.rows[first_row..first_row + count];
+        let first_head = part * self.part_heads;
+        // Rows of a block ascend, so the first row's window starts first and the last row ends last.
+        let start = rows[0].visible(self.params.window).start;
+        let end = rows[count - 1].visible(self.params.window).end;
+        Item {
+            first_row,
+            rows,
+            kv_head,
+            first_head: kv_head * self.group + first_head,
+            heads: self.part_heads.min(self.group - first_head),
+            tiles: start / KV_TILE..end.div_ceil(KV_TILE),
+        }
+    }
+
+    fn workspace<'w>(&self, memory: &'w mut [f32]) -> Workspace<'w> {
+        let (q, memory) = memory.split_at_mut(QUERIES * self.params.head_dim);
+        let (scores, memory) = memory.split_at_mut(QUERIES * KV_TILE);
+        let (tile, total) = memory.split_at_mut(QUERIES * self.record);
+        Workspace {
+            q,
+            scores,
+            tile,
+            total,
+        }
+    }
+
+    fn whole_item(&self, item: &Item<'_>, workspace: &mut Workspace<'_>) {
+        self.pack_queries(item, workspace.q);
+        for tile in item.tiles.clone() {
+            if tile == item.tiles.start {
+                self.tile(item, tile, workspace.q, workspace.scores, workspace.total);
+            } else {
+                self.tile(item, tile, workspace.q, workspace.scores, workspace.tile);
+                self.merge(item, tile, workspace.tile, workspace.total);
+            }
+        }
+        self.finish(item, workspace.total);
+    }
+
+    /// Lays the queries out as `[head_dim][queries]`, query = row * heads + head.
+    fn pack_queries(&self, item: &Item<'_>, to: &mut [f32]) {
+        let dim = self.params.head_dim;
+        let queries = item.queries();
+        for row in 0..item.rows.len() {
+            for head in 0..item.heads {
+                let at = (item.first_row + row) * self.params.q_row_stride
+                    + (item.first_head + head) * dim;
+                for (d, q) in self.q[at..at + dim].iter().enumerate() {
+                    to[d * queries + row * item.heads + head] = *q;
+                }
+            }
+        }
+    }
+
+    /// The partial results of one tile.
+    fn tile(
+        &self,
+        item: &Item<'_>,
+        tile: usize,
+        q: &[f32],
+        scores: &mut [f32],
+        records: &mut [f32],
+    ) {
+        macro_rules! run {
+            ($element:ty) => {{
+                let kernel = Tile::<$element> {
+                    kv: self.kv,
+                    layer: self.layer,
+                    kv_head: item.kv_head,
+                    rows: item.rows,
+                    heads: item.heads,
+                    params: self.params,
+                    tile,
+                    q,
+                    scores,
+                    records,
+                    element: std::marker::PhantomData,
+                };
+                // SAFETY: the instruction set was checked; the pool is readable where the rows see it, by the
+                // contract of `KvView::new`.
+                unsafe { dispatch(self.isa, kernel) }
+            }};
+        }
+        match self.kv.shape().dtype {
+            KvDtype::F32 => run!(Float32),
+            KvDtype::F16 => run!(Float16),
+            KvDtype::BF16 => run!(BFloat16),
+        }
+    }
+
+    /// Merges a tile that is not the item's first. A row whose window starts in this tile takes it over as it is.
+    fn merge(&self, item: &Item<'_>, tile: usize, records: &[f32], total: &mut [f32]) {
+        let rows = records.chunks_exact(self.record * item.heads);
+        for ((row, tile_row), total_row) in item
+            .rows
+            .iter()
+            .zip(rows)
+            .zip(total.chunks_exact_mut(self.record * item.heads))
+        {
+            let visible = row.visible(self.params.window);
+            if visible.end <= tile * KV_TILE {
+                continue;
+            }
+            if visible.start >= tile * KV_TILE {
+                total_row.copy_from_slice(tile_row);
+                continue;
+            }
+            for (tile, total) in tile_row
+                .chunks_exact(self.record)
+                .zip(total_row.chunks_exact_mut(self.record))
+            {
+                // SAFETY: the instruction set was checked.
+                unsafe { dispatch(self.isa, Merge { tile, total }) };
+            }
+        }
+    }
+
+    /// Writes `acc / l` of each query.
+    fn finish(&self, item: &Item<'_>, total: &[f32]) {
+        let dim = self.params.head_dim;
+        for row in 0..item.rows.len() {
+            let at = ((item.first_row + row) * self.params.heads + item.first_head) * dim;
+            // SAFETY: these heads of this row belong to this item only.
+            let out = unsafe { self.out.slice(at..at + item.heads * dim) };
+            let records = total[row * item.heads * self.record..].chunks_exact(self.record);
+            for (out, record) in out.chunks_exact_mut(dim).zip(records) {
+                let inverse = 1.0 / record[tile::L];
+                for (out, acc) in out.iter_mut().zip(&record[HEADER..]) {
+                    *out = acc * inverse;
+                }
+            }
         }
     }
 }

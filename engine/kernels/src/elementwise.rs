@@ -1,7 +1,13 @@
 //! The kernels between the matrix products: norms, rotation, activation, residual sums.
+//!
+//! Mostly plain loops: inside `run` the compiler vectorises them for the instruction set at hand, and may not change a
+//! bit. Rows are shared out to the threads where there are enough of them.
 
+use crate::kernels::{Kernels, Shared};
+use crate::math::{self, LANES, tree_sum};
 use crate::rope::rotate_head;
-use crate::{Kernels, RopePairing, RopeTable, reference};
+use crate::simd::{Kernel, Simd, dispatch};
+use crate::{RopePairing, RopeTable};
 
 /// What is applied to the gate of a gated feed-forward layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -20,9 +26,25 @@ impl Kernels {
             (tokens * width, tokens * width),
             "rms_norm: [tokens, width]"
         );
-        for (x, out) in x.chunks_exact(width).zip(out.chunks_exact_mut(width)) {
-            reference::rms_norm(x, weight, eps, out);
-        }
+        let (isa, out) = (self.isa(), Shared::new(out));
+        self.for_ranges(tokens, width, &|range| {
+            for t in range {
+                let row = t * width..(t + 1) * width;
+                // SAFETY: rows are disjoint; the instruction set was checked.
+                unsafe {
+                    let out = out.slice(row.clone());
+                    out.copy_from_slice(&x[row]);
+                    dispatch(
+                        isa,
+                        Norm {
+                            x: out,
+                            weight,
+                            eps,
+                        },
+                    );
+                }
+            }
+        });
     }
 
     /// RMS normalisation of each head, in place (QK-norm). `x`: `[tokens, heads, head_dim]` with `row_stride`.
@@ -37,24 +59,53 @@ impl Kernels {
         weight: &[f32],
         eps: f32,
     ) {
-        assert_eq!(weight.len(), head_dim, "head_norm: weight");
-        for t in 0..tokens {
-            for head in x[t * row_stride..][..heads * head_dim].chunks_exact_mut(head_dim) {
-                let copy = head.to_vec();
-                reference::rms_norm(&copy, weight, eps, head);
+        assert_eq!(weight.len(), head_dim, "head_norm: weight is [head_dim]");
+        assert!(
+            heads * head_dim <= row_stride || tokens <= 1,
+            "head_norm: rows overlap"
+        );
+        let (isa, x) = (self.isa(), Shared::new(x));
+        self.for_ranges(tokens, heads * head_dim, &|range| {
+            for t in range {
+                // SAFETY: rows are disjoint, `row_stride` apart; the instruction set was checked.
+                unsafe {
+                    let row = x.slice(t * row_stride..t * row_stride + heads * head_dim);
+                    for head in row.chunks_exact_mut(head_dim) {
+                        dispatch(
+                            isa,
+                            Norm {
+                                x: head,
+                                weight,
+                                eps,
+                            },
+                        );
+                    }
+                }
             }
-        }
+        });
     }
 
     /// `x += y`.
     pub fn add_assign(&self, x: &mut [f32], y: &[f32]) {
         assert_eq!(x.len(), y.len(), "add_assign");
-        for (x, y) in x.iter_mut().zip(y) {
-            *x += y;
-        }
+        let (isa, len, x) = (self.isa(), x.len(), Shared::new(x));
+        self.for_ranges(len, 1, &|range| {
+            // SAFETY: ranges are disjoint; the instruction set was checked.
+            unsafe {
+                dispatch(
+                    isa,
+                    Add {
+                        x: x.slice(range.clone()),
+                        y: &y[range],
+                    },
+                )
+            }
+        });
     }
 
     /// `out[t][i] = act(gate) * up`, each row of `gate_up` being all gates, then all ups.
+    ///
+    /// *Shapes*: `gate_up: [tokens, 2 * ffn]`, `out: [tokens, ffn]`.
     pub fn gated_activation(
         &self,
         act: Activation,
@@ -71,15 +122,28 @@ impl Kernels {
             return;
         }
         let width = out.len() / tokens;
-        for (row, out) in gate_up
-            .chunks_exact(2 * width)
-            .zip(out.chunks_exact_mut(width))
-        {
-            let (gate, up) = row.split_at(width);
-            for ((gate, up), out) in gate.iter().zip(up).zip(out) {
-                *out = reference::activate(act, *gate) * up;
+        assert_eq!(out.len(), tokens * width, "gated_activation: whole rows");
+        // Columns are cut as well as rows, so that one decode row still keeps all threads busy.
+        let parts = width.div_ceil(256);
+        let (isa, out) = (self.isa(), Shared::new(out));
+        // An exponential costs about as much as touching 16 elements.
+        self.for_ranges(tokens * parts, width / parts.max(1) * 16, &|range| {
+            for item in range {
+                let (t, part) = (item / parts, item % parts);
+                let cols = part * 256..width.min((part + 1) * 256);
+                let row = &gate_up[2 * t * width..][..2 * width];
+                // SAFETY: items are disjoint parts of `out`; the instruction set was checked.
+                unsafe {
+                    let kernel = Gate {
+                        act,
+                        gate: &row[cols.clone()],
+                        up: &row[width + cols.start..width + cols.end],
+                        out: out.slice(t * width + cols.start..t * width + cols.end),
+                    };
+                    dispatch(isa, kernel);
+                }
             }
-        }
+        });
     }
 
     /// Rotates in place. `x`: `[tokens, heads, head_dim]` with `row_stride`; one position per token. Dimensions of a
@@ -100,18 +164,185 @@ impl Kernels {
             "rope rotates `{}` of `{head_dim}` dimensions",
             table.dims()
         );
-        for (t, position) in positions.iter().enumerate() {
-            let (cos, sin) = table.at(*position);
-            for head in x[t * row_stride..][..heads * head_dim].chunks_exact_mut(head_dim) {
-                rotate_head(head, cos, sin, pairing);
+        assert!(
+            heads * head_dim <= row_stride || positions.len() <= 1,
+            "rope: rows overlap"
+        );
+        let (isa, x) = (self.isa(), Shared::new(x));
+        self.for_ranges(positions.len(), heads * head_dim, &|range| {
+            for t in range {
+                let (cos, sin) = table.at(positions[t]);
+                // SAFETY: rows are disjoint, `row_stride` apart; the instruction set was checked.
+                unsafe {
+                    let x = x.slice(t * row_stride..t * row_stride + heads * head_dim);
+                    dispatch(
+                        isa,
+                        Rotate {
+                            x,
+                            head_dim,
+                            cos,
+                            sin,
+                            pairing,
+                        },
+                    );
+                }
             }
-        }
+        });
     }
 
     /// `x = cap * tanh(x / cap)`.
     pub fn soft_cap(&self, x: &mut [f32], cap: f32) {
-        for x in x {
-            *x = reference::soft_cap(*x, cap);
+        let (isa, len, x) = (self.isa(), x.len(), Shared::new(x));
+        self.for_ranges(len, 4, &|range| {
+            // SAFETY: ranges are disjoint; the instruction set was checked.
+            unsafe {
+                dispatch(
+                    isa,
+                    Cap {
+                        x: x.slice(range),
+                        cap,
+                    },
+                )
+            }
+        });
+    }
+}
+
+/// RMS normalisation of one row in place.
+struct Norm<'a> {
+    x: &'a mut [f32],
+    weight: &'a [f32],
+    eps: f32,
+}
+
+impl Kernel for Norm<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let mut lanes = [0.0f32; LANES];
+        let (whole, tail) = self.x.as_chunks::<LANES>();
+        for x in whole {
+            for (lane, x) in lanes.iter_mut().zip(x) {
+                *lane = x.mul_add(*x, *lane);
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(tail) {
+            *lane = x.mul_add(*x, *lane);
+        }
+        let mean = tree_sum(&lanes) / self.x.len() as f32;
+        let scale = 1.0 / (mean + self.eps).sqrt();
+        for (x, w) in self.x.iter_mut().zip(self.weight) {
+            *x = *x * scale * w;
+        }
+    }
+}
+
+struct Add<'a> {
+    x: &'a mut [f32],
+    y: &'a [f32],
+}
+
+impl Kernel for Add<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for (x, y) in self.x.iter_mut().zip(self.y) {
+            *x += y;
+        }
+    }
+}
+
+struct Rotate<'a> {
+    x: &'a mut [f32],
+    head_dim: usize,
+    cos: &'a [f32],
+    sin: &'a [f32],
+    pairing: RopePairing,
+}
+
+impl Kernel for Rotate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        for head in self.x.chunks_exact_mut(self.head_dim) {
+            rotate_head(head, self.cos, self.sin, self.pairing);
+        }
+    }
+}
+
+struct Gate<'a> {
+    act: Activation,
+    gate: &'a [f32],
+    up: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl Gate<'_> {
+    /// # Safety
+    /// The processor has `S`'s instruction set.
+    #[inline(always)]
+    unsafe fn lanes<S: Simd>(
+        act: Activation,
+        gate: &[f32; LANES],
+        up: &[f32; LANES],
+    ) -> [f32; LANES] {
+        // SAFETY: the caller's promise, and both arrays hold 16 values.
+        unsafe {
+            let gate = S::load(gate.as_ptr());
+            let active = match act {
+                Activation::Silu => math::silu::<S>(gate),
+                Activation::GeluTanh => math::gelu::<S>(gate),
+            };
+            S::to_array(S::mul(active, S::load(up.as_ptr())))
+        }
+    }
+}
+
+impl Kernel for Gate<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (gates, gate_tail) = self.gate.as_chunks::<LANES>();
+        let (ups, up_tail) = self.up.as_chunks::<LANES>();
+        let (outs, out_tail) = self.out.as_chunks_mut::<LANES>();
+        for ((gate, up), out) in gates.iter().zip(ups).zip(outs) {
+            // SAFETY: passed on.
+            *out = unsafe { Self::lanes::<S>(self.act, gate, up) };
+        }
+        let (mut gate, mut up) = ([0.0; LANES], [0.0; LANES]);
+        gate[..gate_tail.len()].copy_from_slice(gate_tail);
+        up[..up_tail.len()].copy_from_slice(up_tail);
+        // SAFETY: passed on.
+        let lanes = unsafe { Self::lanes::<S>(self.act, &gate, &up) };
+        out_tail.copy_from_slice(&lanes[..out_tail.len()]);
+    }
+}
+
+struct Cap<'a> {
+    x: &'a mut [f32],
+    cap: f32,
+}
+
+impl Kernel for Cap<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let (whole, tail) = self.x.as_chunks_mut::<LANES>();
+        // SAFETY: passed on; all arrays hold 16 values.
+        unsafe {
+            let cap = S::splat(self.cap);
+            for x in whole {
+                *x = S::to_array(math::soft_cap::<S>(S::load(x.as_ptr()), cap));
+            }
+            let mut lanes = [0.0; LANES];
+            lanes[..tail.len()].copy_from_slice(tail);
+            let lanes = S::to_array(math::soft_cap::<S>(S::load(lanes.as_ptr()), cap));
+            tail.copy_from_slice(&lanes[..tail.len()]);
         }
     }
 }

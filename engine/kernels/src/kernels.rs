@@ -1,17 +1,17 @@
 //! The object kernels are called on: the instruction set and the threads.
 
-use std::cell::Cell;
-use std::marker::PhantomData;
+use std::ops::Range;
 
+use crate::pool::Pool;
 use crate::{Error, Isa};
 
+/// Below this many elements a loop over memory is over before a helper has woken up.
+const ELEMENTS_PER_THREAD_MIN: usize = 8192;
+
 /// Everything a kernel needs to run. One per engine; may move between threads but is used by one at a time.
-#[derive(Debug)]
 pub struct Kernels {
     isa: Isa,
-    threads: usize,
-    /// One call at a time: the helper threads have one job slot.
-    not_sync: PhantomData<Cell<()>>,
+    pool: Pool,
 }
 
 impl Kernels {
@@ -20,17 +20,7 @@ impl Kernels {
     /// # Errors
     /// [`Error::IsaUnavailable`], [`Error::NoThreads`], [`Error::Thread`].
     pub fn new(isa: Isa, threads: usize) -> Result<Kernels, Error> {
-        if !isa.is_available() {
-            return Err(Error::IsaUnavailable { isa });
-        }
-        if threads == 0 {
-            return Err(Error::NoThreads);
-        }
-        Ok(Kernels {
-            isa,
-            threads,
-            not_sync: PhantomData,
-        })
+        Kernels::start(isa, threads, |_| None)
     }
 
     /// As [`new`](Self::new) with one thread per entry, each helper pinned to its core. The first core is the
@@ -39,7 +29,24 @@ impl Kernels {
     /// # Errors
     /// As [`new`](Self::new), and [`Error::Pin`].
     pub fn with_cores(isa: Isa, cores: &[usize]) -> Result<Kernels, Error> {
-        Kernels::new(isa, cores.len())
+        Kernels::start(isa, cores.len(), |helper| cores.get(helper + 1).copied())
+    }
+
+    fn start(
+        isa: Isa,
+        threads: usize,
+        core: impl Fn(usize) -> Option<usize>,
+    ) -> Result<Kernels, Error> {
+        if !isa.is_available() {
+            return Err(Error::IsaUnavailable { isa });
+        }
+        if threads == 0 {
+            return Err(Error::NoThreads);
+        }
+        Ok(Kernels {
+            isa,
+            pool: Pool::new(threads - 1, core)?,
+        })
     }
 
     pub fn isa(&self) -> Isa {
@@ -48,6 +55,68 @@ impl Kernels {
 
     /// Threads that work on a call, the caller's included.
     pub fn threads(&self) -> usize {
-        self.threads
+        self.pool.threads()
+    }
+
+    pub(crate) fn pool(&self) -> &Pool {
+        &self.pool
+    }
+
+    /// Cuts `0..items` in one range per thread and runs `work` on each, or all of it here where
+    /// `items * elements` (elements touched per item) is too little to share.
+    pub(crate) fn for_ranges(
+        &self,
+        items: usize,
+        elements: usize,
+        work: &(dyn Fn(Range<usize>) + Sync),
+    ) {
+        let threads = self
+            .threads()
+            .min(items * elements / ELEMENTS_PER_THREAD_MIN)
+            .min(items);
+        if threads <= 1 {
+            work(0..items);
+            return;
+        }
+        self.pool.run(&|thread| {
+            if thread < threads {
+                work(share(items, thread, threads));
+            }
+        });
+    }
+}
+
+/// The part of `0..items` that belongs to one of `threads`: contiguous and as even as can be.
+pub(crate) fn share(items: usize, thread: usize, threads: usize) -> Range<usize> {
+    items * thread / threads..items * (thread + 1) / threads
+}
+
+/// A pointer threads may share because each writes its own part of what is behind it.
+#[derive(Clone, Copy)]
+pub(crate) struct Shared<T>(*mut T, usize);
+
+// SAFETY: a shared pointer is only used through `slice`, whose callers promise disjoint parts.
+unsafe impl<T: Send> Send for Shared<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for Shared<T> {}
+
+impl<T> Shared<T> {
+    pub fn new(slice: &mut [T]) -> Shared<T> {
+        Shared(slice.as_mut_ptr(), slice.len())
+    }
+
+    /// A part of the slice. Panics where it is out of bounds.
+    ///
+    /// # Safety
+    /// The slice given to `new` is still borrowed, and no other part alive overlaps this one.
+    #[inline(always)]
+    pub unsafe fn slice<'a>(self, range: Range<usize>) -> &'a mut [T] {
+        assert!(
+            range.start <= range.end && range.end <= self.1,
+            "part `{range:?}` of `{}`",
+            self.1
+        );
+        // SAFETY: in bounds, and exclusive by the caller's promise.
+        unsafe { std::slice::from_raw_parts_mut(self.0.add(range.start), range.len()) }
     }
 }

@@ -48,10 +48,14 @@ mod linear;
 #[doc(hidden)]
 pub mod math;
 mod matrix;
+mod pool;
+mod quantize;
 #[doc(hidden)]
 pub mod reference;
 mod rope;
 mod scratch;
+mod simd;
+mod write_kv;
 
 pub use attention::{AttentionParams, AttentionRow, KV_TILE};
 pub use elementwise::Activation;

@@ -4,6 +4,8 @@
 //! IEEE operation that all instruction sets have. `exp` is within 2 ulp over the whole range, infinite above 88.8 and
 //! zero below -104; `tanh` is within 6 ulp.
 
+use crate::simd::Simd;
+
 /// Lanes of every reduction: element `i` goes to lane `i % 16`, in order.
 pub const LANES: usize = 16;
 
@@ -70,4 +72,103 @@ pub fn tree_max(lanes: &[f32; LANES]) -> f32 {
         }
     }
     v[0]
+}
+
+/// `exp` of each lane.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise, in all operations.
+    unsafe {
+        // The bound first: a NaN in `x` stays.
+        let x = S::min(S::splat(EXP_MAX), S::max(S::splat(EXP_MIN), x));
+        let magic = S::splat(ROUND_MAGIC);
+        let shifted = S::fma(x, S::splat(LOG2_E), magic);
+        let n = S::sub_i(S::bits(shifted), S::bits(magic));
+        let n_float = S::sub(shifted, magic);
+        let r = S::fma(n_float, S::splat(-LN2_HIGH), x);
+        let r = S::fma(n_float, S::splat(-LN2_LOW), r);
+        let mut p = S::splat(EXP_POLY[0]);
+        for c in &EXP_POLY[1..] {
+            p = S::fma(p, r, S::splat(*c));
+        }
+        let p = S::add(S::fma(p, S::mul(r, r), r), S::splat(1.0));
+        // In two steps, so that results below the normal range and infinity come out by themselves.
+        let half = S::half_i(n);
+        S::mul(S::mul(p, pow2::<S>(half)), pow2::<S>(S::sub_i(n, half)))
+    }
+}
+
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+unsafe fn pow2<S: Simd>(n: S::I) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::from_bits(S::to_exponent(S::add_i(n, S::splat_i(127)))) }
+}
+
+/// `cap * tanh(x / cap)` of each lane.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn soft_cap<S: Simd>(x: S::F, cap: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::mul(tanh::<S>(S::div(x, cap)), cap) }
+}
+
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+unsafe fn tanh<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise, in all operations.
+    unsafe {
+        let x = S::min(S::splat(TANH_MAX), S::max(S::splat(-TANH_MAX), x));
+        let x2 = S::mul(x, x);
+        let mut p = S::splat(TANH_P[0]);
+        for c in &TANH_P[1..] {
+            p = S::fma(p, x2, S::splat(*c));
+        }
+        let mut q = S::splat(TANH_Q[0]);
+        for c in &TANH_Q[1..] {
+            q = S::fma(q, x2, S::splat(*c));
+        }
+        S::div(S::mul(p, x), q)
+    }
+}
+
+/// `x / (1 + exp(-x))` of each lane.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn silu<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::div(x, S::add(S::splat(1.0), exp::<S>(negate::<S>(x)))) }
+}
+
+/// The tanh form of GELU of each lane, as `x * sigmoid`.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn gelu<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let inner = S::mul(
+            x,
+            S::fma(S::mul(x, x), S::splat(GELU_CUBIC), S::splat(GELU_LINEAR)),
+        );
+        S::div(x, S::add(S::splat(1.0), exp::<S>(negate::<S>(inner))))
+    }
+}
+
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+unsafe fn negate<S: Simd>(x: S::F) -> S::F {
+    // SAFETY: the caller's promise.
+    unsafe { S::sub(S::splat(-0.0), x) }
 }

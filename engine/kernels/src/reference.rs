@@ -12,8 +12,7 @@ use crate::{Activation, AttentionParams, AttentionRow, KV_TILE, MatrixSource};
 
 /// `exp` of one value; see [`math`].
 pub fn exp(x: f32) -> f32 {
-    let x = if math::EXP_MIN > x { math::EXP_MIN } else { x };
-    let x = if math::EXP_MAX < x { math::EXP_MAX } else { x };
+    let x = x.clamp(math::EXP_MIN, math::EXP_MAX);
     let shifted = x.mul_add(math::LOG2_E, math::ROUND_MAGIC);
     let n = shifted.to_bits() as i32 - math::ROUND_MAGIC.to_bits() as i32;
     let n_float = shifted - math::ROUND_MAGIC;
@@ -66,18 +65,19 @@ pub struct QuantizedRow {
 pub fn quantize(x: &[f32]) -> QuantizedRow {
     let mut row = QuantizedRow::default();
     for group in x.chunks_exact(32) {
-        let mut largest = 0.0f32;
-        for x in group {
-            largest = if x.abs() > largest { x.abs() } else { largest };
-        }
+        // On the bits, so that a NaN is the largest and makes the group's scale NaN.
+        let largest = f32::from_bits(group.iter().map(|x| x.abs().to_bits()).max().unwrap_or(0));
         let scale = largest / 127.0;
         let inverse = 1.0 / scale;
         // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
-        let usable = scale > 0.0 && inverse <= f32::MAX;
-        row.scales.push(if usable { scale } else { 0.0 });
+        let zero = inverse == f32::INFINITY;
+        row.scales.push(if zero { 0.0 } else { scale });
         for x in group {
-            let code = (x * inverse).round_ties_even();
-            row.codes.push(if usable { code as i8 } else { 0 });
+            row.codes.push(if zero {
+                0
+            } else {
+                (x * inverse).round_ties_even() as i8
+            });
         }
     }
     row

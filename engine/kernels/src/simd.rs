@@ -1,0 +1,179 @@
+//! The small set of vector operations the kernels are written over, and the one place that picks the instruction set.
+//!
+//! Every vector has 16 f32 lanes on every instruction set (two registers on AVX2, an array in plain Rust), so one
+//! algorithm serves all and its order of operations cannot differ. Each operation is one IEEE operation per lane, or
+//! exact integer arithmetic.
+//!
+//! A kernel is a struct with its operands and [`Kernel::run`]; [`dispatch`] compiles it once per instruction set. Code
+//! below `run` is `inline(always)`, because only what is inlined into the `target_feature` function may use its
+//! instructions; loops in plain Rust are vectorised there as well, with the same bits, since the compiler may neither
+//! reorder nor fuse float operations.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod scalar;
+
+use crate::Isa;
+use crate::math::LANES;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx2::Avx2;
+#[cfg(target_arch = "x86_64")]
+pub(crate) use avx512::Avx512;
+pub(crate) use scalar::Scalar;
+
+/// Vector operations of one instruction set.
+///
+/// # Safety
+/// For every function: the processor has the instruction set ([`dispatch`] is called with an [`Isa`] that was checked
+/// when `Kernels` was made), and pointers are valid for what is read or written: 16 elements unless said otherwise, at
+/// any alignment.
+pub(crate) trait Simd: Copy {
+    /// 16 f32.
+    type F: Copy;
+    /// 16 i32.
+    type I: Copy;
+    /// 64 unsigned codes: 4 consecutive columns of each of 16 rows.
+    type B: Copy;
+
+    unsafe fn splat(x: f32) -> Self::F;
+    unsafe fn load(from: *const f32) -> Self::F;
+    unsafe fn load_f16(from: *const u16) -> Self::F;
+    unsafe fn load_bf16(from: *const u16) -> Self::F;
+    unsafe fn store(to: *mut f32, x: Self::F);
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F;
+    /// `a * b + c`, rounded once.
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F;
+    /// `a > b ? a : b`, so `b` where either is NaN.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// `a < b ? a : b`, so `b` where either is NaN.
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F;
+    /// Lanes `from..to` of `x`, the others of `other`.
+    unsafe fn keep(from: i32, to: i32, x: Self::F, other: Self::F) -> Self::F;
+
+    unsafe fn splat_i(x: i32) -> Self::I;
+    /// Exact below 2^24.
+    unsafe fn to_float(x: Self::I) -> Self::F;
+    unsafe fn bits(x: Self::F) -> Self::I;
+    unsafe fn from_bits(x: Self::I) -> Self::F;
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I;
+    unsafe fn sub_i(a: Self::I, b: Self::I) -> Self::I;
+    /// `x >> 1` keeping the sign.
+    unsafe fn half_i(x: Self::I) -> Self::I;
+    /// `x << 23`.
+    unsafe fn to_exponent(x: Self::I) -> Self::I;
+
+    /// Reads 64 bytes.
+    unsafe fn load_codes(from: *const u8) -> Self::B;
+    unsafe fn low_nibbles(x: Self::B) -> Self::B;
+    unsafe fn high_nibbles(x: Self::B) -> Self::B;
+    /// Reads 4 signed codes, the same for all lanes.
+    unsafe fn broadcast_codes(from: *const i8) -> Self::I;
+    /// Lane r: `acc[r] + sum over i in 0..4 of w[4r + i] * x[i]`, exact. Without `WIDE` the codes `w` are below 128.
+    /// Codes `x` are in `-127..=127`.
+    unsafe fn dot<const WIDE: bool>(acc: Self::I, w: Self::B, x: Self::I) -> Self::I;
+
+    /// The lanes in memory.
+    #[inline(always)]
+    unsafe fn to_array(x: Self::F) -> [f32; LANES] {
+        let mut lanes = [0.0; LANES];
+        // SAFETY: `lanes` has 16 elements.
+        unsafe { Self::store(lanes.as_mut_ptr(), x) };
+        lanes
+    }
+}
+
+/// How a float is stored, in packed weights or in a KV pool.
+pub(crate) trait Element {
+    const BYTES: usize;
+    /// # Safety
+    /// 16 elements are readable and the processor has `S`'s instruction set.
+    unsafe fn load<S: Simd>(from: *const u8) -> S::F;
+}
+
+pub(crate) struct Float32;
+pub(crate) struct Float16;
+pub(crate) struct BFloat16;
+
+impl Element for Float32 {
+    const BYTES: usize = 4;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const u8) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { S::load(from.cast()) }
+    }
+}
+
+impl Element for Float16 {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const u8) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { S::load_f16(from.cast()) }
+    }
+}
+
+impl Element for BFloat16 {
+    const BYTES: usize = 2;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(from: *const u8) -> S::F {
+        // SAFETY: the caller's promise.
+        unsafe { S::load_bf16(from.cast()) }
+    }
+}
+
+/// Operands of a kernel, and what it does with them.
+pub(crate) trait Kernel {
+    type Output;
+
+    /// # Safety
+    /// The processor has `S`'s instruction set. Implementations are `inline(always)`.
+    unsafe fn run<S: Simd>(self) -> Self::Output;
+}
+
+/// Runs a kernel on an instruction set this processor has.
+///
+/// # Safety
+/// `isa.is_available()`, and whatever the kernel's operands demand.
+#[inline(always)]
+pub(crate) unsafe fn dispatch<K: Kernel>(isa: Isa, kernel: K) -> K::Output {
+    match isa {
+        // SAFETY: the caller's promise, in all three.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => unsafe { run_avx512(kernel) },
+        // SAFETY: as above.
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => unsafe { run_avx2(kernel) },
+        // SAFETY: as above.
+        _ => unsafe { run_scalar(kernel) },
+    }
+}
+
+/// # Safety
+/// The processor has these features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(crate) unsafe fn run_avx512<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: the caller's promise.
+    unsafe { kernel.run::<Avx512>() }
+}
+
+/// # Safety
+/// The processor has these features.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,fma,f16c")]
+pub(crate) unsafe fn run_avx2<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: the caller's promise.
+    unsafe { kernel.run::<Avx2>() }
+}
+
+/// # Safety
+/// The kernel's own demands.
+pub(crate) unsafe fn run_scalar<K: Kernel>(kernel: K) -> K::Output {
+    // SAFETY: plain Rust needs no feature.
+    unsafe { kernel.run::<Scalar>() }
+}

@@ -1,0 +1,206 @@
+//! The vector operations on AVX2 with FMA and F16C: two registers per vector.
+//!
+//! The whole file is the trait's contract: its functions may only run where the processor has the features and the
+//! pointers are good, so the blocks inside repeat no reasons.
+#![allow(unsafe_op_in_unsafe_fn)]
+
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx2;
+
+/// Applies an intrinsic to both halves.
+macro_rules! both {
+    ($f:path, $a:expr) => {
+        [$f($a[0]), $f($a[1])]
+    };
+    ($f:path, $a:expr, $b:expr) => {
+        [$f($a[0], $b[0]), $f($a[1], $b[1])]
+    };
+    ($f:path, $a:expr, $b:expr, $c:expr) => {
+        [$f($a[0], $b[0], $c[0]), $f($a[1], $b[1], $c[1])]
+    };
+}
+
+impl Simd for Avx2 {
+    type F = [__m256; 2];
+    type I = [__m256i; 2];
+    type B = [__m256i; 2];
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::F {
+        [_mm256_set1_ps(x); 2]
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::F {
+        [_mm256_loadu_ps(from), _mm256_loadu_ps(from.add(8))]
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self::F {
+        [
+            _mm256_cvtph_ps(_mm_loadu_si128(from.cast())),
+            _mm256_cvtph_ps(_mm_loadu_si128(from.add(8).cast())),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self::F {
+        let widen =
+            |bits| _mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(bits)));
+        [
+            widen(_mm_loadu_si128(from.cast())),
+            widen(_mm_loadu_si128(from.add(8).cast())),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: Self::F) {
+        _mm256_storeu_ps(to, x[0]);
+        _mm256_storeu_ps(to.add(8), x[1]);
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm256_add_ps, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm256_sub_ps, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm256_mul_ps, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm256_div_ps, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        both!(_mm256_fmadd_ps, a, b, c)
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm256_max_ps, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F {
+        both!(_mm256_min_ps, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn keep(from: i32, to: i32, x: Self::F, other: Self::F) -> Self::F {
+        let low = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+        let lanes = [low, _mm256_add_epi32(low, _mm256_set1_epi32(8))];
+        let pick = |lanes, x, other| {
+            let not_before = _mm256_cmpgt_epi32(lanes, _mm256_set1_epi32(from - 1));
+            let before_end = _mm256_cmpgt_epi32(_mm256_set1_epi32(to), lanes);
+            _mm256_blendv_ps(
+                other,
+                x,
+                _mm256_castsi256_ps(_mm256_and_si256(not_before, before_end)),
+            )
+        };
+        [
+            pick(lanes[0], x[0], other[0]),
+            pick(lanes[1], x[1], other[1]),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(x: i32) -> Self::I {
+        [_mm256_set1_epi32(x); 2]
+    }
+
+    #[inline(always)]
+    unsafe fn to_float(x: Self::I) -> Self::F {
+        both!(_mm256_cvtepi32_ps, x)
+    }
+
+    #[inline(always)]
+    unsafe fn bits(x: Self::F) -> Self::I {
+        both!(_mm256_castps_si256, x)
+    }
+
+    #[inline(always)]
+    unsafe fn from_bits(x: Self::I) -> Self::F {
+        both!(_mm256_castsi256_ps, x)
+    }
+
+    #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        both!(_mm256_add_epi32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn sub_i(a: Self::I, b: Self::I) -> Self::I {
+        both!(_mm256_sub_epi32, a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn half_i(x: Self::I) -> Self::I {
+        both!(_mm256_srai_epi32::<1>, x)
+    }
+
+    #[inline(always)]
+    unsafe fn to_exponent(x: Self::I) -> Self::I {
+        both!(_mm256_slli_epi32::<23>, x)
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes(from: *const u8) -> Self::B {
+        [
+            _mm256_loadu_si256(from.cast()),
+            _mm256_loadu_si256(from.add(32).cast()),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn low_nibbles(x: Self::B) -> Self::B {
+        let mask = _mm256_set1_epi8(15);
+        [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)]
+    }
+
+    #[inline(always)]
+    unsafe fn high_nibbles(x: Self::B) -> Self::B {
+        Self::low_nibbles(both!(_mm256_srli_epi16::<4>, x))
+    }
+
+    #[inline(always)]
+    unsafe fn broadcast_codes(from: *const i8) -> Self::I {
+        [_mm256_set1_epi32(from.cast::<i32>().read_unaligned()); 2]
+    }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(acc: Self::I, w: Self::B, x: Self::I) -> Self::I {
+        [
+            dot_half::<WIDE>(acc[0], w[0], x[0]),
+            dot_half::<WIDE>(acc[1], w[1], x[1]),
+        ]
+    }
+}
+
+/// `vpmaddubsw` adds two u8*i8 products in a saturating i16. Codes below 128 cannot saturate it: 2 * 127 * 127 = 32258.
+/// Wider codes are cut in the low seven bits and the top bit, which cannot either: 2 * 128 * 127 = 32512.
+#[inline(always)]
+unsafe fn dot_half<const WIDE: bool>(acc: __m256i, w: __m256i, x: __m256i) -> __m256i {
+    let ones = _mm256_set1_epi16(1);
+    if WIDE {
+        let low = _mm256_maddubs_epi16(_mm256_and_si256(w, _mm256_set1_epi8(0x7f)), x);
+        let top = _mm256_maddubs_epi16(_mm256_and_si256(w, _mm256_set1_epi8(-128)), x);
+        let sum = _mm256_add_epi32(_mm256_madd_epi16(low, ones), _mm256_madd_epi16(top, ones));
+        _mm256_add_epi32(acc, sum)
+    } else {
+        _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, x), ones))
+    }
+}

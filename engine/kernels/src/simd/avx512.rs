@@ -1,0 +1,160 @@
+//! The vector operations on AVX-512 with VNNI: one register per vector.
+//!
+//! The whole file is the trait's contract: its functions may only run where the processor has the features and the
+//! pointers are good, so the blocks inside repeat no reasons.
+#![allow(unsafe_op_in_unsafe_fn)]
+
+use std::arch::x86_64::*;
+
+use super::Simd;
+
+#[derive(Clone, Copy)]
+pub(crate) struct Avx512;
+
+impl Simd for Avx512 {
+    type F = __m512;
+    type I = __m512i;
+    type B = __m512i;
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> Self::F {
+        _mm512_set1_ps(x)
+    }
+
+    #[inline(always)]
+    unsafe fn load(from: *const f32) -> Self::F {
+        _mm512_loadu_ps(from)
+    }
+
+    #[inline(always)]
+    unsafe fn load_f16(from: *const u16) -> Self::F {
+        _mm512_cvtph_ps(_mm256_loadu_si256(from.cast()))
+    }
+
+    #[inline(always)]
+    unsafe fn load_bf16(from: *const u16) -> Self::F {
+        let wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256(from.cast()));
+        _mm512_castsi512_ps(_mm512_slli_epi32::<16>(wide))
+    }
+
+    #[inline(always)]
+    unsafe fn store(to: *mut f32, x: Self::F) {
+        _mm512_storeu_ps(to, x);
+    }
+
+    #[inline(always)]
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
+        _mm512_add_ps(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F {
+        _mm512_sub_ps(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn mul(a: Self::F, b: Self::F) -> Self::F {
+        _mm512_mul_ps(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn div(a: Self::F, b: Self::F) -> Self::F {
+        _mm512_div_ps(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn fma(a: Self::F, b: Self::F, c: Self::F) -> Self::F {
+        _mm512_fmadd_ps(a, b, c)
+    }
+
+    #[inline(always)]
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F {
+        _mm512_max_ps(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn min(a: Self::F, b: Self::F) -> Self::F {
+        _mm512_min_ps(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn keep(from: i32, to: i32, x: Self::F, other: Self::F) -> Self::F {
+        let below = |n: i32| {
+            if n <= 0 {
+                0u32
+            } else if n >= 16 {
+                0xffff
+            } else {
+                (1 << n) - 1
+            }
+        };
+        let mask = (below(to) & !below(from)) as __mmask16;
+        _mm512_mask_blend_ps(mask, other, x)
+    }
+
+    #[inline(always)]
+    unsafe fn splat_i(x: i32) -> Self::I {
+        _mm512_set1_epi32(x)
+    }
+
+    #[inline(always)]
+    unsafe fn to_float(x: Self::I) -> Self::F {
+        _mm512_cvtepi32_ps(x)
+    }
+
+    #[inline(always)]
+    unsafe fn bits(x: Self::F) -> Self::I {
+        _mm512_castps_si512(x)
+    }
+
+    #[inline(always)]
+    unsafe fn from_bits(x: Self::I) -> Self::F {
+        _mm512_castsi512_ps(x)
+    }
+
+    #[inline(always)]
+    unsafe fn add_i(a: Self::I, b: Self::I) -> Self::I {
+        _mm512_add_epi32(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn sub_i(a: Self::I, b: Self::I) -> Self::I {
+        _mm512_sub_epi32(a, b)
+    }
+
+    #[inline(always)]
+    unsafe fn half_i(x: Self::I) -> Self::I {
+        _mm512_srai_epi32::<1>(x)
+    }
+
+    #[inline(always)]
+    unsafe fn to_exponent(x: Self::I) -> Self::I {
+        _mm512_slli_epi32::<23>(x)
+    }
+
+    #[inline(always)]
+    unsafe fn load_codes(from: *const u8) -> Self::B {
+        _mm512_loadu_si512(from.cast())
+    }
+
+    #[inline(always)]
+    unsafe fn low_nibbles(x: Self::B) -> Self::B {
+        _mm512_and_si512(x, _mm512_set1_epi8(15))
+    }
+
+    #[inline(always)]
+    unsafe fn high_nibbles(x: Self::B) -> Self::B {
+        _mm512_and_si512(_mm512_srli_epi16::<4>(x), _mm512_set1_epi8(15))
+    }
+
+    #[inline(always)]
+    unsafe fn broadcast_codes(from: *const i8) -> Self::I {
+        _mm512_set1_epi32(from.cast::<i32>().read_unaligned())
+    }
+
+    #[inline(always)]
+    unsafe fn dot<const WIDE: bool>(acc: Self::I, w: Self::B, x: Self::I) -> Self::I {
+        // The form without saturation: exact for all u8 and i8.
+        _mm512_dpbusd_epi32(acc, w, x)
+    }
+}
