@@ -23,7 +23,7 @@ use tokio_util::task::TaskTracker;
 
 use crate::record::{Keyspace, WorkerRecord};
 use crate::registration::Registration;
-use crate::view::{Tracker, View};
+use crate::view::{Grace, Tracker, View};
 use crate::{Error, Health, Membership};
 use connector::Connector;
 
@@ -44,11 +44,11 @@ pub struct EtcdConfig {
     pub request_timeout: Duration,
     /// How often the full list is read again, to repair what a watch lost.
     pub relist_interval: Duration,
-    /// How long workers stay that an etcd which lost its data does not list.
-    pub reset_grace: Duration,
-    /// The watch does not report deletes. Only for tests of the periodic list.
+    /// How long workers stay that etcd lost while it could not be reached, and
+    /// while it lost its data: the time they have to register again.
+    pub grace: Grace,
     #[doc(hidden)]
-    pub fault_lose_deletes: bool,
+    pub faults: Faults,
 }
 
 impl EtcdConfig {
@@ -64,8 +64,11 @@ impl EtcdConfig {
             connect_timeout: Duration::from_secs(2),
             request_timeout: Duration::from_secs(3),
             relist_interval: Duration::from_secs(30),
-            reset_grace: Duration::from_secs(15),
-            fault_lose_deletes: false,
+            grace: Grace {
+                outage: Duration::from_secs(1),
+                reset: Duration::from_secs(15),
+            },
+            faults: Faults::default(),
         }
     }
 
@@ -107,6 +110,16 @@ impl EtcdConfig {
         }
         Keyspace::new(&self.cluster, &self.generation)
     }
+}
+
+/// Faults that a test cannot cause from outside.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Faults {
+    /// The watch does not report deletes.
+    pub lose_deletes: bool,
+    /// The first watch starts here and not after its list.
+    pub first_watch_revision: Option<i64>,
 }
 
 /// A user of etcd's own authentication.
@@ -163,7 +176,7 @@ impl Etcd {
     pub fn start(config: EtcdConfig) -> Result<Self, Error> {
         let keys = config.validate()?;
         let connector = Arc::new(Connector::new(&config));
-        let tracker = Tracker::new(keys.clone(), config.reset_grace, Instant::now());
+        let tracker = Tracker::new(keys.clone(), config.grace, Instant::now());
         let (sender, view) = watch::channel(Arc::new(View {
             stale_since: Some(Instant::now()),
             ..View::default()
@@ -176,7 +189,7 @@ impl Etcd {
                 prefix: keys.prefix().to_owned(),
                 relist_interval: config.relist_interval,
                 request_timeout: config.request_timeout,
-                lose_deletes: config.fault_lose_deletes,
+                faults: config.faults,
                 tracker,
                 view: sender,
                 health: Arc::clone(&health),

@@ -31,7 +31,7 @@ pub use in_process::InProcess;
 pub use record::{Capacity, Keyspace, Role, WorkerRecord, WorkerState};
 pub use registration::{Registration, RegistrationState};
 pub use static_list::Static;
-pub use view::{Change, View, diff};
+pub use view::{Change, Grace, View, diff};
 
 /// Joining and following a cluster.
 #[async_trait]

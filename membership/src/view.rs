@@ -7,9 +7,10 @@
 //!   list already contains is ignored.
 //! - Nothing is removed because the store is silent. Only a delete event, or a
 //!   list the worker is missing from, removes it.
-//! - A store that lost its data (its revision went back) lists nobody although
-//!   the workers live. What is missing then stays for a grace period, in which
-//!   the workers register again.
+//! - A store that comes back from an outage may have ended the leases of workers
+//!   that live, and one that lost its data lists nobody. What is missing then
+//!   stays for a grace period, in which the workers register again; the view is
+//!   marked stale until nobody is missing.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -98,11 +99,19 @@ struct Entry {
     missing_until: Option<Instant>,
 }
 
+/// How long workers stay that the store does not have any more, after what.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grace {
+    /// The store could not be reached; its clocks may have run on meanwhile.
+    pub outage: Duration,
+    /// The store lost its data.
+    pub reset: Duration,
+}
+
 /// Follows a store's lists and events.
 pub struct Tracker {
     keys: Keyspace,
-    /// How long workers stay that a store without its data does not list.
-    reset_grace: Duration,
+    grace: Grace,
     entries: BTreeMap<String, Entry>,
     store: u64,
     /// Revision of the last list; events up to it are already contained.
@@ -111,23 +120,26 @@ pub struct Tracker {
     seen: i64,
     /// The store has not answered since.
     unreachable_since: Option<Instant>,
-    /// The store lost its history then, and some workers are still missing from it.
-    reset_since: Option<Instant>,
+    /// Since when workers are in the view that the store does not have.
+    missing_since: Option<Instant>,
+    /// Until when a delete may be the end of a lease during an outage.
+    deletes_held_until: Option<Instant>,
     version: u64,
 }
 
 impl Tracker {
     /// Knows nothing yet, and is stale since `now`.
-    pub fn new(keys: Keyspace, reset_grace: Duration, now: Instant) -> Self {
+    pub fn new(keys: Keyspace, grace: Grace, now: Instant) -> Self {
         Self {
             keys,
-            reset_grace,
+            grace,
             entries: BTreeMap::new(),
             store: 0,
             listed: 0,
             seen: 0,
             unreachable_since: Some(now),
-            reset_since: None,
+            missing_since: None,
+            deletes_held_until: None,
             version: 0,
         }
     }
@@ -143,7 +155,16 @@ impl Tracker {
                 "the store lost its history, workers that it does not list stay for a while"
             );
         }
+        let outage = self.unreachable_since.take().is_some() && known_store;
         (self.store, self.listed, self.seen) = (listing.store, listing.revision, listing.revision);
+        if outage {
+            self.deletes_held_until = Some(now + self.grace.outage);
+        }
+        let hold = match (reset, outage) {
+            (true, _) => Some(now + self.grace.reset),
+            (false, true) => Some(now + self.grace.outage),
+            (false, false) => None,
+        };
 
         let mut changed = 0;
         let mut fresh = BTreeMap::new();
@@ -158,8 +179,10 @@ impl Tracker {
             fresh.insert(key, entry);
         }
         for (key, mut entry) in std::mem::take(&mut self.entries) {
+            if let Some(hold) = hold {
+                entry.missing_until.get_or_insert(hold);
+            }
             if reset {
-                entry.missing_until.get_or_insert(now + self.reset_grace);
                 // The old history's revision must not outrank the new one's.
                 entry.revision = 0;
             }
@@ -170,16 +193,12 @@ impl Tracker {
             }
         }
         self.entries = fresh;
-        self.unreachable_since = None;
-        if reset {
-            self.reset_since.get_or_insert(now);
-        }
-        self.settle();
+        self.settle(now);
         changed
     }
 
     /// Takes one event of the watch.
-    pub fn apply_event(&mut self, event: Event) {
+    pub fn apply_event(&mut self, now: Instant, event: Event) {
         let revision = match &event {
             Event::Put(item) => item.revision,
             Event::Delete { revision, .. } => *revision,
@@ -188,24 +207,31 @@ impl Tracker {
             return;
         }
         self.seen = self.seen.max(revision);
-        let known = |entries: &BTreeMap<String, Entry>, key: &str| {
-            entries.get(key).map_or(0, |entry| entry.revision)
-        };
         match event {
             Event::Delete { key, .. } => {
-                if known(&self.entries, &key) < revision {
-                    self.entries.remove(&key);
+                let held = self.deletes_held_until.filter(|until| *until > now);
+                match (self.entries.get_mut(&key), held) {
+                    (Some(entry), _) if entry.revision >= revision => {}
+                    (Some(entry), Some(until)) => {
+                        entry.revision = revision;
+                        entry.missing_until.get_or_insert(until);
+                    }
+                    _ => drop(self.entries.remove(&key)),
                 }
             }
             Event::Put(item) => {
-                if known(&self.entries, &item.key) < revision
+                let known = self
+                    .entries
+                    .get(&item.key)
+                    .map_or(0, |entry| entry.revision);
+                if known < revision
                     && let Some((key, entry)) = self.decode(item)
                 {
                     self.entries.insert(key, entry);
                 }
             }
         }
-        self.settle();
+        self.settle(now);
     }
 
     /// The store cannot be reached: what is known stays, marked.
@@ -225,7 +251,7 @@ impl Tracker {
     pub fn expire(&mut self, now: Instant) {
         self.entries
             .retain(|_, entry| entry.missing_until.is_none_or(|until| until > now));
-        self.settle();
+        self.settle(now);
     }
 
     /// The view as of now, if it differs from `last` in any worker or in being stale.
@@ -242,7 +268,7 @@ impl Tracker {
             .into_iter()
             .map(|(id, entry)| (id, entry.record.clone()))
             .collect();
-        let stale_since = [self.unreachable_since, self.reset_since]
+        let stale_since = [self.unreachable_since, self.missing_since]
             .into_iter()
             .flatten()
             .min();
@@ -275,11 +301,11 @@ impl Tracker {
         twice
     }
 
-    /// A reset is over once nobody is missing.
-    fn settle(&mut self) {
-        if self.next_expiry().is_none() {
-            self.reset_since = None;
-        }
+    /// Notes whether anybody is missing.
+    fn settle(&mut self, now: Instant) {
+        self.missing_since = self
+            .next_expiry()
+            .map(|_| self.missing_since.unwrap_or(now));
     }
 
     fn decode(&self, item: Item) -> Option<(String, Entry)> {
@@ -312,6 +338,7 @@ mod tests {
     use crate::record::{Role, WorkerState};
     use proptest::prelude::*;
 
+    const OUTAGE: Duration = Duration::from_secs(1);
     const GRACE: Duration = Duration::from_secs(10);
 
     struct Fixture {
@@ -325,7 +352,14 @@ mod tests {
             let now = Instant::now();
             let keys = Keyspace::new("c", "0").unwrap();
             let mut fixture = Self {
-                tracker: Tracker::new(keys, GRACE, now),
+                tracker: Tracker::new(
+                    keys,
+                    Grace {
+                        outage: OUTAGE,
+                        reset: GRACE,
+                    },
+                    now,
+                ),
                 view: View::default(),
                 now,
             };
@@ -356,7 +390,7 @@ mod tests {
         }
 
         fn event(&mut self, event: Event) -> Vec<Change> {
-            self.tracker.apply_event(event);
+            self.tracker.apply_event(self.now, event);
             self.refresh()
         }
 
@@ -445,10 +479,35 @@ mod tests {
         f.list(5, vec![put("a", 1, 4), put("b", 1, 5)]);
         f.tracker.mark_stale(f.now);
         let changes = f.list(1005, vec![put("b", 1, 5), put("c", 1, 900)]);
-        assert_eq!(
-            changes,
-            [Change::Left("a".into()), Change::Joined("c".into())]
-        );
+        assert_eq!(changes, [Change::Joined("c".into())]);
+        f.now += OUTAGE;
+        f.tracker.expire(f.now);
+        assert_eq!(f.refresh(), [Change::Left("a".into())]);
+        assert_eq!(f.view.stale_since, None);
+    }
+
+    #[test]
+    fn a_lease_that_ended_during_an_outage_leaves_time_to_register_again() {
+        let mut f = Fixture::new();
+        f.list(5, vec![put("a", 1, 4), put("b", 1, 5)]);
+        f.tracker.mark_stale(f.now);
+        f.list(5, vec![put("a", 1, 4), put("b", 1, 5)]);
+        assert_eq!(f.event(delete("a", 6)), []);
+        assert_eq!(f.event(delete("b", 7)), []);
+        assert!(f.view.stale_since.is_some());
+        assert_eq!(f.event(Event::Put(put("a", 1, 8))), []);
+        f.now += OUTAGE;
+        f.tracker.expire(f.now);
+        assert_eq!(f.refresh(), [Change::Left("b".into())]);
+        // Later, a delete is a delete.
+        assert_eq!(f.event(delete("a", 9)), [Change::Left("a".into())]);
+    }
+
+    #[test]
+    fn a_list_without_an_outage_removes_at_once() {
+        let mut f = Fixture::new();
+        f.list(5, vec![put("a", 1, 4)]);
+        assert_eq!(f.list(6, vec![]), [Change::Left("a".into())]);
     }
 
     #[test]

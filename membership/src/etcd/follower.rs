@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
+use super::Faults;
 use super::connector::{CallError, Connector};
 use crate::Health;
 use crate::backoff::Backoff;
@@ -26,7 +27,7 @@ use crate::view::{Change, Event, Item, Listing, Tracker, View, diff};
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(50);
 /// A view is at most this much later than etcd's return (plus the list itself).
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
+const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// A watch that held this long counts as a success.
 const WATCH_HELD: Duration = Duration::from_secs(5);
 /// Largest list, bytes: about ten thousand workers.
@@ -37,7 +38,7 @@ pub(super) struct Follower {
     pub(super) prefix: String,
     pub(super) relist_interval: Duration,
     pub(super) request_timeout: Duration,
-    pub(super) lose_deletes: bool,
+    pub(super) faults: Faults,
     pub(super) tracker: Tracker,
     pub(super) view: watch::Sender<Arc<View>>,
     pub(super) health: Arc<Mutex<Health>>,
@@ -130,6 +131,7 @@ impl Follower {
     }
 
     async fn open_watch(&mut self, revision: i64) -> Result<WatchStream, CallError> {
+        let revision = self.faults.first_watch_revision.take().unwrap_or(revision);
         self.with_health(|health| health.watches += 1);
         let client = self.connector.client().await?;
         let mut watcher = client
@@ -138,7 +140,7 @@ impl Follower {
         let mut options = WatchOptions::new()
             .with_prefix()
             .with_start_revision(revision);
-        if self.lose_deletes {
+        if self.faults.lose_deletes {
             options = options.with_filters([WatchFilterType::NoDelete]);
         }
         let open = watcher.watch(self.prefix.as_bytes(), Some(options));
@@ -163,7 +165,7 @@ impl Follower {
                     }
                     Ok(Some(message)) => {
                         for event in message.events().iter().filter_map(event) {
-                            self.tracker.apply_event(event);
+                            self.tracker.apply_event(Instant::now(), event);
                         }
                         self.publish();
                     }

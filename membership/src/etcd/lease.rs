@@ -40,7 +40,9 @@ use crate::record::WorkerRecord;
 use crate::registration::{Backend, RegistrationState, ended};
 
 const BACKOFF_FIRST: Duration = Duration::from_millis(100);
-const BACKOFF_MAX: Duration = Duration::from_secs(1);
+/// Shorter than the followers' grace after an outage, so that a worker whose lease
+/// ended meanwhile is back before it is dropped.
+const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// Writers that change the key between our read and our write, before we wait.
 const CLAIM_TRIES: u32 = 5;
 

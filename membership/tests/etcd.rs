@@ -1,1 +1,0 @@
-//! Membership against a real etcd.
