@@ -16,9 +16,12 @@
 //! ```
 
 pub mod api;
+pub mod backend;
 pub mod config;
 pub mod core;
+pub mod decoder;
 pub mod engine;
 pub mod kv;
+pub mod model;
 pub mod sampling;
 pub mod step;

@@ -1,0 +1,401 @@
+//! One transformer decoder, driven by a [`ModelConfig`], over a [`Backend`].
+//!
+//! [`DecoderExecutor`] runs step plans: `submit` checks a plan and lays its rows
+//! out, each `poll` computes one layer, the last one the logits. Every row of a
+//! step, prefill chunk or single decode token, goes through the same operations.
+//!
+//! ```text
+//! x = embed(tokens)
+//! per layer:
+//!   q k v = rope(qk_norm(qkv(norm(x))));  store k, v;  x += post(o(attention(q)))
+//!   x += post(down(act(gate(norm(x))) * up(norm(x))))
+//! logits = soft_cap(head(norm(x)))            rows that want them
+//! ```
+//!
+//! K and V are stored before the layer's attention, which therefore reads a chunk's
+//! own positions as stored, like everyone else's. In the last layer only rows that
+//! want logits go on behind the storing of K and V; for a prefill chunk that is one
+//! row or none.
+//!
+//! Not here: what to compute (the scheduler), which blocks (the pool), sampling.
+
+mod cost;
+mod layout;
+
+use std::sync::Arc;
+
+use baton_kernels::Kernels;
+use baton_proto::kv_layout::KvGroup;
+
+use crate::backend::{AttentionShape, Backend, CpuBackend, HeadShape, KvLayer, Queries};
+use crate::kv::KvMemory;
+use crate::model::{LayerWeights, Model, ModelConfig, Weights};
+use crate::step::{Error, Executor, StepEvent, StepId, StepOutput, StepPlan};
+use cost::Cost;
+use layout::StepRows;
+
+pub use layout::Pools;
+
+/// Runs plans of one model on one backend, one at a time.
+pub struct DecoderExecutor<B: Backend> {
+    config: ModelConfig,
+    weights: Arc<Weights<B::Matrix, B::Vector, B::Rope>>,
+    backend: B,
+    pools: Pools,
+    kv_groups: Vec<KvGroup>,
+    /// Per model layer.
+    places: Vec<KvLayer>,
+    buffers: Buffers<B::Buffer>,
+    rows: StepRows,
+    step: Option<Step>,
+    steps: u64,
+    /// The logits buffer of an earlier step.
+    spare: Vec<f32>,
+}
+
+/// A step in flight.
+struct Step {
+    /// Layers done.
+    layers: usize,
+    /// Rows that `x` holds: all, then those that want logits.
+    live: usize,
+    cost: Cost,
+}
+
+/// Activations, sized once for the largest step.
+struct Buffers<T> {
+    /// The residual stream, and the same again for its last rows.
+    x: T,
+    x_last: T,
+    /// What a layer's part reads or adds.
+    h: T,
+    y: T,
+    qkv: T,
+    qkv_last: T,
+    attention: T,
+    gate_up: T,
+    ffn: T,
+}
+
+/// The executor of the CPU backend.
+pub type CpuExecutor = DecoderExecutor<CpuBackend>;
+
+impl CpuExecutor {
+    /// An executor of `model` that stores K and V in `memory` and never computes more
+    /// than `step_tokens_max` tokens in one step.
+    ///
+    /// # Errors
+    /// [`Error::Device`] where the memory was laid out for another model.
+    pub fn new(
+        model: &Arc<Model>,
+        memory: Arc<KvMemory>,
+        kernels: Kernels,
+        step_tokens_max: usize,
+    ) -> Result<Self, Error> {
+        let layout = memory.layout();
+        let ours = model.kv_layout(layout.block_size, layout.dtype);
+        if *layout != ours {
+            return Err(Error::Device(format!(
+                "the KV memory was laid out as {layout:?}, the model needs {ours:?}"
+            )));
+        }
+        let pools = Pools {
+            block_size: layout.block_size,
+            element_bytes: layout.dtype.bytes(),
+            blocks: (0..layout.groups.len())
+                .map(|group| memory.blocks(group))
+                .collect(),
+        };
+        Ok(Self::with_backend(
+            model.config().clone(),
+            Arc::clone(model.weights()),
+            CpuBackend::new(kernels, memory),
+            pools,
+            step_tokens_max,
+        ))
+    }
+}
+
+impl<B: Backend> DecoderExecutor<B> {
+    /// An executor over any backend; `pools` describes the KV pools it stores to, one
+    /// per group of [`ModelConfig::kv_groups`].
+    pub fn with_backend(
+        config: ModelConfig,
+        weights: Arc<Weights<B::Matrix, B::Vector, B::Rope>>,
+        backend: B,
+        pools: Pools,
+        step_tokens_max: usize,
+    ) -> Self {
+        let groups = config.kv_groups();
+        let mut places = vec![KvLayer { group: 0, index: 0 }; config.layers.len()];
+        for (group, layers) in groups.iter().enumerate() {
+            for (index, layer) in layers.layers.iter().enumerate() {
+                places[*layer as usize] = KvLayer { group, index };
+            }
+        }
+        let rows = step_tokens_max;
+        let allocate = |width| backend.allocate(rows, width);
+        let buffers = Buffers {
+            x: allocate(config.hidden),
+            x_last: allocate(config.hidden),
+            h: allocate(config.hidden),
+            y: allocate(config.hidden),
+            qkv: allocate(config.qkv_width()),
+            qkv_last: allocate(config.qkv_width()),
+            attention: allocate(config.q_width()),
+            gate_up: allocate(2 * config.ffn),
+            ffn: allocate(config.ffn),
+        };
+        Self {
+            rows: StepRows::new(step_tokens_max, groups.len()),
+            config,
+            weights,
+            backend,
+            pools,
+            kv_groups: groups,
+            places,
+            buffers,
+            step: None,
+            steps: 0,
+            spare: Vec::new(),
+        }
+    }
+
+    /// Computes layer `index` for the `live` rows of the step; returns how many rows
+    /// go on to the next.
+    fn layer(&mut self, index: usize, mut live: usize) -> usize {
+        let weights = Arc::clone(&self.weights);
+        let layer = &weights.layers[index];
+        let is_last = index + 1 == self.config.layers.len();
+
+        self.qkv(layer, index, &weights.ropes, live);
+        let wanted = self.rows.wanted();
+        let compacts = is_last && wanted.len() < live;
+        if compacts {
+            live = wanted.len();
+            let buffers = &mut self.buffers;
+            self.backend
+                .gather_rows(&buffers.x, wanted, &mut buffers.x_last);
+            self.backend
+                .gather_rows(&buffers.qkv, wanted, &mut buffers.qkv_last);
+            std::mem::swap(&mut buffers.x, &mut buffers.x_last);
+            std::mem::swap(&mut buffers.qkv, &mut buffers.qkv_last);
+        }
+        if live > 0 {
+            self.attention(layer, index, compacts, live);
+            self.feed_forward(layer, live);
+        }
+        live
+    }
+
+    /// Queries, keys and values of every row; keys and values are stored.
+    fn qkv(
+        &mut self,
+        layer: &LayerWeights<B::Matrix, B::Vector>,
+        index: usize,
+        ropes: &[B::Rope],
+        rows: usize,
+    ) {
+        let (config, buffers, backend) = (&self.config, &mut self.buffers, &mut self.backend);
+        let shape = head_shape(config);
+        let place = self.places[index];
+        let eps = config.norm_eps;
+        backend.rms_norm(&buffers.x, &layer.attention_norm, eps, rows, &mut buffers.h);
+        backend.linear(
+            &layer.qkv,
+            layer.qkv_bias.as_ref(),
+            &buffers.h,
+            rows,
+            &mut buffers.qkv,
+        );
+        if let (Some(q), Some(k)) = (&layer.q_norm, &layer.k_norm) {
+            backend.qk_norm(&shape, q, k, eps, rows, &mut buffers.qkv);
+        }
+        backend.rope_write_kv(
+            place,
+            &shape,
+            &ropes[config.layers[index].rope],
+            config.rope_pairing,
+            self.rows.positions(),
+            self.rows.slots(place.group),
+            &mut buffers.qkv,
+        );
+    }
+
+    /// What attention adds to the residual stream.
+    fn attention(
+        &mut self,
+        layer: &LayerWeights<B::Matrix, B::Vector>,
+        index: usize,
+        only_wanted: bool,
+        rows: usize,
+    ) {
+        let (config, buffers, backend) = (&self.config, &mut self.buffers, &mut self.backend);
+        let place = self.places[index];
+        let shape = AttentionShape {
+            heads: head_shape(config),
+            scale: config.attention_scale,
+            window: config.layers[index].window,
+            soft_cap: config.attention_soft_cap,
+        };
+        let queries = Queries {
+            rows: self.rows.queries(place.group, only_wanted),
+            tables: self.rows.tables(place.group),
+        };
+        backend.attention(place, &shape, queries, &buffers.qkv, &mut buffers.attention);
+        let bias = layer.attention_output_bias.as_ref();
+        backend.linear(
+            &layer.attention_output,
+            bias,
+            &buffers.attention,
+            rows,
+            &mut buffers.y,
+        );
+        self.add(layer.post_attention_norm.as_ref(), rows);
+    }
+
+    /// What the feed-forward part adds to the residual stream.
+    fn feed_forward(&mut self, layer: &LayerWeights<B::Matrix, B::Vector>, rows: usize) {
+        let (config, buffers, backend) = (&self.config, &mut self.buffers, &mut self.backend);
+        backend.rms_norm(
+            &buffers.x,
+            &layer.ffn_norm,
+            config.norm_eps,
+            rows,
+            &mut buffers.h,
+        );
+        let bias = layer.gate_up_bias.as_ref();
+        backend.linear(&layer.gate_up, bias, &buffers.h, rows, &mut buffers.gate_up);
+        backend.gated_activation(config.activation, &buffers.gate_up, rows, &mut buffers.ffn);
+        let bias = layer.down_bias.as_ref();
+        backend.linear(&layer.down, bias, &buffers.ffn, rows, &mut buffers.y);
+        self.add(layer.post_ffn_norm.as_ref(), rows);
+    }
+
+    /// `x += post_norm(y)`.
+    fn add(&mut self, post_norm: Option<&B::Vector>, rows: usize) {
+        let (buffers, backend) = (&mut self.buffers, &mut self.backend);
+        match post_norm {
+            None => backend.add(&mut buffers.x, &buffers.y, rows),
+            Some(weight) => {
+                let eps = self.config.norm_eps;
+                backend.rms_norm(&buffers.y, weight, eps, rows, &mut buffers.h);
+                backend.add(&mut buffers.x, &buffers.h, rows);
+            }
+        }
+    }
+
+    /// Logits of the `live` rows, which by now are those that want them.
+    fn output(&mut self, live: usize, cost: &Cost) -> StepOutput {
+        let vocab_size = self.config.vocab;
+        let mut logits = std::mem::take(&mut self.spare);
+        logits.resize(live * vocab_size, 0.0);
+        if live > 0 {
+            let (buffers, backend) = (&mut self.buffers, &mut self.backend);
+            let eps = self.config.norm_eps;
+            backend.rms_norm(
+                &buffers.x,
+                &self.weights.output_norm,
+                eps,
+                live,
+                &mut buffers.h,
+            );
+            let cap = self.config.final_soft_cap;
+            backend.logits(self.weights.head(), &buffers.h, live, cap, &mut logits);
+        }
+        StepOutput {
+            logits,
+            vocab_size,
+            flops: cost.flops,
+            bytes: cost.bytes,
+        }
+    }
+}
+
+fn head_shape(config: &ModelConfig) -> HeadShape {
+    HeadShape {
+        heads: config.heads,
+        kv_heads: config.kv_heads,
+        head_dim: config.head_dim_stored(),
+        norm_dim: config.head_dim,
+    }
+}
+
+impl<B> Executor for DecoderExecutor<B>
+where
+    B: Backend,
+    B::Matrix: Send + Sync,
+    B::Vector: Send + Sync,
+    B::Rope: Send + Sync,
+{
+    fn submit(&mut self, plan: &StepPlan) -> Result<StepId, Error> {
+        // A plan that replaces one in flight is the caller's way to drop it.
+        self.step = None;
+        self.rows
+            .lay_out(plan, &self.config, &self.kv_groups, &self.pools)?;
+        let cost = cost::of(
+            &self.config,
+            &self.weights,
+            &self.backend,
+            &self.rows,
+            &self.kv_groups,
+            &self.pools,
+        );
+        self.step = Some(Step {
+            layers: 0,
+            live: self.rows.len(),
+            cost,
+        });
+        self.steps += 1;
+        Ok(StepId(self.steps))
+    }
+
+    fn poll(&mut self) -> Result<StepEvent, Error> {
+        let Some(mut step) = self.step.take() else {
+            return Err(Error::NoStep);
+        };
+        if step.layers == self.config.layers.len() {
+            return Ok(StepEvent::Done(self.output(step.live, &step.cost)));
+        }
+        if step.layers == 0 {
+            self.backend.embed(
+                &self.weights.embedding,
+                self.rows.tokens(),
+                self.config.embedding_scale,
+                &mut self.buffers.x,
+            );
+        }
+        let layer = step.layers;
+        step.live = self.layer(layer, step.live);
+        step.layers += 1;
+        self.step = Some(step);
+        Ok(StepEvent::LayerDone {
+            layer: layer as u32,
+        })
+    }
+
+    fn abort(&mut self) {
+        self.step = None;
+    }
+
+    fn recycle(&mut self, output: StepOutput) {
+        if output.logits.capacity() > self.spare.capacity() {
+            self.spare = output.logits;
+        }
+    }
+
+    fn copy_blocks(&mut self, group: usize, pairs: &[(u32, u32)]) -> Result<(), Error> {
+        let blocks = self.pools.blocks.get(group).copied().unwrap_or(0);
+        for (row, (from, to)) in pairs.iter().enumerate() {
+            if *from >= blocks || *to >= blocks {
+                return Err(Error::InvalidPlan {
+                    row,
+                    field: "copy_blocks",
+                    message: format!("{from} to {to}, but group {group} has {blocks} blocks"),
+                });
+            }
+        }
+        self.backend.copy_blocks(group, pairs);
+        Ok(())
+    }
+}

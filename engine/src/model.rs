@@ -1,0 +1,361 @@
+//! A model: its files read once into a configuration, weights and a tokenizer.
+//!
+//! A model comes from a GGUF file or a Hugging Face folder and is the same thing
+//! afterwards. Its weights are copied into the kernels' layout while loading and
+//! the files are let go of, so one [`Model`] behind an `Arc` serves every engine
+//! of a process. The files are untrusted: whatever is wrong with them ends in an
+//! [`Error`] that names the file and the place, never in a panic or in memory
+//! beyond a small multiple of the file's size.
+//!
+//! ```text
+//! gguf / safetensors   the container: names, shapes, bytes
+//! family               which tensor is what, which parts a family uses
+//! config               what the decoder computes
+//! tokenizer            what the text layer needs
+//! weights              tensors -> packed matrices
+//! ```
+
+pub mod config;
+mod error;
+mod family;
+mod files;
+mod gguf;
+mod safetensors;
+mod tensors;
+mod tokenizer;
+pub mod weights;
+
+use std::path::Path;
+use std::sync::Arc;
+
+use baton_proto::kv_layout::{KvDtype, KvGroup, KvLayout};
+use baton_proto::model_card::ModelCard;
+use baton_proto::tokenizer_spec::TokenizerSpec;
+use baton_proto::{ModelRevision, NumericsId, TokenId};
+use serde_json::{Map, Value};
+
+pub use config::ModelConfig;
+pub use error::Error;
+pub use weights::{CpuWeights, LayerWeights, Weights};
+
+use family::Family;
+use tensors::Tensors;
+
+/// Names the arithmetic of the kernels and of the decoder. Bumped with every change
+/// that may change a bit of K, V or logits.
+const ARITHMETIC: &[u8] =
+    b"baton arithmetic 1: int8 activations per 32, f32 sums in K order, kv tiles of 256";
+
+const CONFIG_BYTES_MAX: u64 = 16 << 20;
+
+/// Bytes hashed between two looks at the rest of the file.
+const DIGEST_CHUNK_BYTES: usize = 4 << 20;
+
+/// How a model is to be loaded.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct LoadOptions {
+    /// Shortens the context the files allow, and with it the RoPE tables.
+    pub context_max: Option<u32>,
+}
+
+/// A loaded model. Immutable; shared by every engine of a process.
+pub struct Model {
+    config: ModelConfig,
+    tokenizer: TokenizerSpec,
+    weights: Arc<CpuWeights>,
+    digest: [u8; 32],
+    parameters: u64,
+    formats: String,
+}
+
+impl std::fmt::Debug for Model {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Model")
+            .field("architecture", &self.config.architecture)
+            .field("digest", &self.digest_hex())
+            .field("parameters", &self.parameters)
+            .field("formats", &self.formats)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Model {
+    /// Opens a GGUF file or a Hugging Face folder. `progress` hears the bytes of
+    /// weights packed so far and of all, the last call with both equal.
+    ///
+    /// # Errors
+    /// Every kind of [`Error`]; nothing is held afterwards.
+    pub fn open(
+        path: &Path,
+        options: &LoadOptions,
+        progress: &mut dyn FnMut(u64, u64),
+    ) -> Result<Arc<Self>, Error> {
+        let metadata = std::fs::metadata(path).map_err(|source| Error::io(path, "open", source))?;
+        if metadata.is_dir() {
+            open_folder(path, options, progress)
+        } else if path
+            .extension()
+            .is_some_and(|extension| extension == "safetensors")
+        {
+            Err(Error::NotAModel {
+                path: path.to_owned(),
+                message: "a safetensors file needs the rest of its folder; give the folder"
+                    .to_owned(),
+            })
+        } else {
+            open_gguf(path, options, progress)
+        }
+    }
+
+    /// What the decoder computes.
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// What the text layer needs.
+    pub fn tokenizer_spec(&self) -> &TokenizerSpec {
+        &self.tokenizer
+    }
+
+    /// The weights in the CPU kernels' layout.
+    pub fn weights(&self) -> &Arc<CpuWeights> {
+        &self.weights
+    }
+
+    /// Every id that ends a sequence.
+    pub fn eos(&self) -> &[TokenId] {
+        &self.tokenizer.eos
+    }
+
+    /// Longest sequence, in tokens.
+    pub fn context_max(&self) -> u32 {
+        self.config.context_max
+    }
+
+    /// Width of a row of logits.
+    pub fn vocab_size(&self) -> usize {
+        self.config.vocab
+    }
+
+    /// The layers that share a block table: full attention first, then one group
+    /// per distinct window.
+    pub fn kv_groups(&self) -> Vec<KvGroup> {
+        self.config.kv_groups()
+    }
+
+    /// BLAKE3 of a GGUF file's bytes; for a folder, of the names, lengths and bytes of
+    /// `config.json` and all weight files.
+    pub fn digest(&self) -> &[u8; 32] {
+        &self.digest
+    }
+
+    fn digest_hex(&self) -> String {
+        blake3::Hash::from_bytes(self.digest).to_hex().to_string()
+    }
+
+    /// Weights, tied ones counted once.
+    pub fn parameters(&self) -> u64 {
+        self.parameters
+    }
+
+    /// Bytes of weights read for one decode step.
+    pub fn weight_bytes(&self) -> u64 {
+        self.weights.step_bytes()
+    }
+
+    /// Weight formats and how many tensors have each, as `F32:61,Q4_1:210,Q8_0:1`.
+    pub fn formats(&self) -> &str {
+        &self.formats
+    }
+
+    /// What two workers must share for their K and V to be interchangeable.
+    pub fn numerics(&self, kv_dtype: KvDtype) -> NumericsId {
+        NumericsId::derive(&[
+            &self.digest,
+            self.formats.as_bytes(),
+            ARITHMETIC,
+            kv_dtype.name().as_bytes(),
+        ])
+    }
+
+    /// How K and V of this model lie in pools of such blocks.
+    pub fn kv_layout(&self, block_size: u32, dtype: KvDtype) -> KvLayout {
+        KvLayout {
+            block_size,
+            dtype,
+            kv_heads: self.config.kv_heads as u32,
+            head_dim: self.config.head_dim_stored() as u32,
+            layers: self.config.layers.len() as u32,
+            groups: self.kv_groups(),
+            numerics: self.numerics(dtype),
+        }
+    }
+
+    /// What routers and peers need to know about this model under `name`.
+    pub fn card(&self, name: &str, layout: KvLayout) -> ModelCard {
+        let spec = serde_json::to_vec(&self.tokenizer)
+            .expect("plain data without maps of non-string keys");
+        ModelCard {
+            name: name.to_owned(),
+            revision: ModelRevision(format!("{name}@{}", &self.digest_hex()[..16])),
+            architecture: self.config.architecture.clone(),
+            vocab_size: self.config.vocab as u32,
+            tokenizer_size: self.tokenizer.tokens.len() as u32,
+            context_max: self.config.context_max,
+            parameters: self.parameters,
+            weight_bytes: self.weight_bytes(),
+            layout,
+            tokenizer_hash: blake3::hash(&spec).to_hex().to_string(),
+        }
+    }
+}
+
+/// What both kinds of files come to before the weights are packed.
+struct Opened<'a> {
+    config: ModelConfig,
+    tokenizer: TokenizerSpec,
+    names: &'static family::Names,
+    norm_offset: f32,
+    tensors: Tensors<'a>,
+    /// Name and bytes of each file the digest covers, in order.
+    digested: Vec<(&'a str, &'a [u8])>,
+}
+
+fn open_gguf(
+    path: &Path,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Arc<Model>, Error> {
+    let map = files::map(path)?;
+    let mut gguf = gguf::Gguf::parse(path, &map)?;
+    let key = "general.architecture";
+    let architecture = gguf
+        .string(key)?
+        .ok_or_else(|| Error::config(path, key, "is missing"))?;
+    let family: &'static Family = family::by_gguf_architecture(architecture).ok_or_else(|| {
+        let known = family::known(|family| family.gguf_architectures);
+        Error::unsupported(path, key, format!("`{architecture}` is not one of {known}"))
+    })?;
+    let mut tensors = Tensors::new(path, gguf.take_tensors());
+    let config = config::gguf::read(family, &gguf, &mut tensors)?;
+    let tokenizer = tokenizer::gguf::read(&gguf, config.vocab)?;
+    load(
+        Opened {
+            config,
+            tokenizer,
+            names: &family.gguf,
+            norm_offset: 0.0,
+            tensors,
+            digested: vec![("", &map)],
+        },
+        options,
+        progress,
+    )
+}
+
+fn open_folder(
+    folder: &Path,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Arc<Model>, Error> {
+    let path = folder.join("config.json");
+    let Some(text) = files::read_text(&path, CONFIG_BYTES_MAX)? else {
+        return Err(Error::NotAModel {
+            path: folder.to_owned(),
+            message: "it has no `config.json`".to_owned(),
+        });
+    };
+    let json: Map<String, Value> = files::read_json(&path, CONFIG_BYTES_MAX)?;
+    let key = "model_type";
+    let model_type = json
+        .get(key)
+        .and_then(Value::as_str)
+        .ok_or_else(|| Error::config(&path, key, "is missing or not a string"))?;
+    let family: &'static Family = family::by_hf_model_type(model_type).ok_or_else(|| {
+        let known = family::known(|family| family.hf_model_types);
+        Error::unsupported(&path, key, format!("`{model_type}` is not one of {known}"))
+    })?;
+    let config = config::folder::read(family, &path, &json)?;
+    let shards = safetensors::Shards::open(folder)?;
+    let tensors = Tensors::new(folder, shards.tensors()?);
+    let tokenizer = tokenizer::folder::read(folder, &json, config.vocab)?;
+    let mut digested = vec![("config.json", text.as_bytes())];
+    digested.extend(shards.files().map(|(path, bytes)| {
+        (
+            path.file_name()
+                .and_then(|name| name.to_str())
+                .unwrap_or_default(),
+            bytes,
+        )
+    }));
+    load(
+        Opened {
+            config,
+            tokenizer,
+            names: &family.hf,
+            norm_offset: family.hf_norm_offset,
+            tensors,
+            digested,
+        },
+        options,
+        progress,
+    )
+}
+
+/// Packs the weights while a second thread hashes the files.
+fn load(
+    opened: Opened<'_>,
+    options: &LoadOptions,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<Arc<Model>, Error> {
+    let Opened {
+        mut config,
+        tokenizer,
+        names,
+        norm_offset,
+        tensors,
+        digested,
+    } = opened;
+    if let Some(context_max) = options.context_max {
+        if context_max == 0 {
+            return Err(Error::config(
+                tensors.origin(),
+                "context_max",
+                "0 is not above 0",
+            ));
+        }
+        config.context_max = config.context_max.min(context_max);
+    }
+    let parameters = tensors.elements();
+    let formats = tensors.formats();
+    let (weights, digest) = std::thread::scope(|scope| {
+        let digest = scope.spawn(|| digest(&digested));
+        let weights = weights::load(&config, names, norm_offset, tensors, progress);
+        (weights, digest.join().expect("hashing does not panic"))
+    });
+    Ok(Arc::new(Model {
+        weights: Arc::new(weights?),
+        config,
+        tokenizer,
+        digest,
+        parameters,
+        formats,
+    }))
+}
+
+/// One file alone is hashed as it is, so that the digest is the file's own.
+fn digest(files: &[(&str, &[u8])]) -> [u8; 32] {
+    let mut hasher = blake3::Hasher::new();
+    for (name, bytes) in files {
+        if !name.is_empty() {
+            for part in [name.len(), bytes.len()] {
+                hasher.update(&(part as u64).to_le_bytes());
+            }
+            hasher.update(name.as_bytes());
+        }
+        for chunk in bytes.chunks(DIGEST_CHUNK_BYTES) {
+            hasher.update(chunk);
+        }
+    }
+    *hasher.finalize().as_bytes()
+}

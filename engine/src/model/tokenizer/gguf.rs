@@ -1,0 +1,159 @@
+//! [`TokenizerSpec`] from the metadata of a GGUF file.
+
+use baton_proto::TokenId;
+use baton_proto::tokenizer_spec::{
+    ChatTemplate, TokenEntry, TokenKind, TokenizerModel, TokenizerSpec,
+};
+
+use super::{push_end, token_id};
+use crate::model::error::Error;
+use crate::model::gguf::Gguf;
+
+const MODEL: &str = "tokenizer.ggml.model";
+const TOKENS: &str = "tokenizer.ggml.tokens";
+const SCORES: &str = "tokenizer.ggml.scores";
+const TYPES: &str = "tokenizer.ggml.token_type";
+const MERGES: &str = "tokenizer.ggml.merges";
+
+/// Metadata keys of ids that end a sequence: of text, of a turn, of a message.
+const END_KEYS: [&str; 3] = [
+    "tokenizer.ggml.eos_token_id",
+    "tokenizer.ggml.eot_token_id",
+    "tokenizer.ggml.eom_token_id",
+];
+
+/// Split rules whose models put BOS in front although the file need not say so.
+///
+/// *Source*: llama.cpp, `llama_vocab::impl::load`.
+const PRE_WITH_BOS: [&str; 4] = ["llama3", "llama-v3", "llama-bpe", "falcon3"];
+
+/// Reads the tokenizer of a model with `vocab` embedding rows.
+///
+/// # Errors
+/// [`Error::Config`] or [`Error::Unsupported`], naming the metadata key.
+pub(crate) fn read(gguf: &Gguf<'_>, vocab: usize) -> Result<TokenizerSpec, Error> {
+    let path = gguf.path();
+    let missing = |key: &str| Error::config(path, key, "is missing");
+    let texts = gguf.strings(TOKENS)?.ok_or_else(|| missing(TOKENS))?;
+    if texts.is_empty() || texts.len() > vocab {
+        return Err(Error::config(
+            path,
+            TOKENS,
+            format!("{} tokens for an embedding of {vocab} rows", texts.len()),
+        ));
+    }
+    let same_length = |key: &str, values: Option<Vec<f64>>| match values {
+        Some(values) if values.len() != texts.len() => Err(Error::config(
+            path,
+            key,
+            format!("{} values for {} tokens", values.len(), texts.len()),
+        )),
+        other => Ok(other),
+    };
+    let scores = same_length(SCORES, gguf.numbers(SCORES)?)?;
+    let types = same_length(TYPES, gguf.numbers(TYPES)?)?;
+
+    let name = gguf.string(MODEL)?.ok_or_else(|| missing(MODEL))?;
+    let pre = gguf.string("tokenizer.ggml.pre")?.unwrap_or("default");
+    let (model, add_bos_default) = match name {
+        "gpt2" => {
+            let merges = gguf.strings(MERGES)?.ok_or_else(|| missing(MERGES))?;
+            let model = TokenizerModel::ByteLevelBpe {
+                merges: merges.into_iter().map(str::to_owned).collect(),
+                pre: pre.to_owned(),
+            };
+            (model, PRE_WITH_BOS.contains(&pre))
+        }
+        "llama" => {
+            if scores.is_none() {
+                return Err(missing(SCORES));
+            }
+            let add_space_prefix = gguf
+                .boolean("tokenizer.ggml.add_space_prefix")?
+                .unwrap_or(true);
+            (TokenizerModel::SentencePiece { add_space_prefix }, true)
+        }
+        other => {
+            return Err(Error::unsupported(
+                path,
+                MODEL,
+                format!("`{other}` is not one of gpt2, llama"),
+            ));
+        }
+    };
+
+    let mut tokens = Vec::with_capacity(texts.len());
+    for (id, text) in texts.iter().enumerate() {
+        let kind = match types.as_ref().map_or(1.0, |types| types[id]) {
+            0.0 | 1.0 => TokenKind::Normal,
+            2.0 => TokenKind::Unknown,
+            3.0 => TokenKind::Control,
+            4.0 => TokenKind::UserDefined,
+            5.0 => TokenKind::Unused,
+            6.0 => TokenKind::Byte,
+            other => {
+                return Err(Error::config(
+                    path,
+                    TYPES,
+                    format!("token {id} has the unknown type {other}"),
+                ));
+            }
+        };
+        tokens.push(TokenEntry {
+            text: (*text).to_owned(),
+            score: scores.as_ref().map_or(0.0, |scores| scores[id] as f32),
+            kind,
+        });
+    }
+
+    let id = |key: &str| -> Result<Option<TokenId>, Error> {
+        gguf.unsigned(key)?
+            .map(|id| token_id(path, key, id, texts.len()))
+            .transpose()
+    };
+    let mut eos = Vec::new();
+    for key in END_KEYS {
+        if let Some(id) = gguf.unsigned(key)? {
+            push_end(path, key, id, texts.len(), &mut eos)?;
+        }
+    }
+    Ok(TokenizerSpec {
+        model,
+        bos: id("tokenizer.ggml.bos_token_id")?,
+        eos,
+        unknown: id("tokenizer.ggml.unknown_token_id")?,
+        padding: id("tokenizer.ggml.padding_token_id")?,
+        add_bos: gguf
+            .boolean("tokenizer.ggml.add_bos_token")?
+            .unwrap_or(add_bos_default),
+        add_eos: gguf
+            .boolean("tokenizer.ggml.add_eos_token")?
+            .unwrap_or(false),
+        chat_templates: chat_templates(gguf)?,
+        tokens,
+    })
+}
+
+/// The main template, then those listed by name.
+fn chat_templates(gguf: &Gguf<'_>) -> Result<Vec<ChatTemplate>, Error> {
+    let mut templates = Vec::new();
+    if let Some(source) = gguf.string("tokenizer.chat_template")? {
+        templates.push(ChatTemplate {
+            name: "default".to_owned(),
+            source: source.to_owned(),
+        });
+    }
+    for name in gguf
+        .strings("tokenizer.chat_templates")?
+        .unwrap_or_default()
+    {
+        let key = format!("tokenizer.chat_template.{name}");
+        if let Some(source) = gguf.string(&key)? {
+            templates.push(ChatTemplate {
+                name: name.to_owned(),
+                source: source.to_owned(),
+            });
+        }
+    }
+    Ok(templates)
+}

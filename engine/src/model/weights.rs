@@ -1,0 +1,351 @@
+//! The weights of a decoder, and how they get from a file's tensors into the form
+//! the kernels read.
+//!
+//! Matrices that read the same input are stacked into one (q over k over v, gate
+//! over up), each source keeping its own format; quantised weights stay quantised.
+//! Heads that are not whole vectors are padded with zeros on the way (see
+//! [`ModelConfig::head_dim_stored`]).
+//! A tied output matrix is the embedding matrix: one copy serves both.
+
+use std::path::Path;
+
+use baton_kernels::{MatrixSource, PackedMatrix, RopeTable};
+
+use super::config::ModelConfig;
+use super::error::Error;
+use super::family::{Names, UNNEEDED};
+use super::tensors::Tensors;
+
+/// Weights of one layer, over a backend's matrices `M` and vectors `V`.
+pub struct LayerWeights<M, V> {
+    pub attention_norm: V,
+    /// Queries over keys over values: `[q + 2 kv, hidden]`.
+    pub qkv: M,
+    pub qkv_bias: Option<V>,
+    pub q_norm: Option<V>,
+    pub k_norm: Option<V>,
+    /// `[hidden, q]`.
+    pub attention_output: M,
+    pub attention_output_bias: Option<V>,
+    pub post_attention_norm: Option<V>,
+    pub ffn_norm: V,
+    /// Gates over ups: `[2 ffn, hidden]`.
+    pub gate_up: M,
+    pub gate_up_bias: Option<V>,
+    /// `[hidden, ffn]`.
+    pub down: M,
+    pub down_bias: Option<V>,
+    pub post_ffn_norm: Option<V>,
+}
+
+/// All weights of a decoder. `R` is a table of rotation angles.
+pub struct Weights<M, V, R> {
+    /// `[vocab, hidden]`.
+    pub embedding: M,
+    pub layers: Vec<LayerWeights<M, V>>,
+    pub output_norm: V,
+    /// `[vocab, hidden]`; `None` where the embedding matrix serves.
+    pub output: Option<M>,
+    /// As [`ModelConfig::ropes`].
+    pub ropes: Vec<R>,
+}
+
+impl<M, V, R> Weights<M, V, R> {
+    /// The matrix that turns hidden rows into logits.
+    pub fn head(&self) -> &M {
+        self.output.as_ref().unwrap_or(&self.embedding)
+    }
+}
+
+/// Weights as the CPU's kernels read them.
+pub type CpuWeights = Weights<PackedMatrix, Vec<f32>, RopeTable>;
+
+impl CpuWeights {
+    /// Bytes one decode step reads: every matrix once, an untied embedding not at all.
+    pub fn step_bytes(&self) -> u64 {
+        let layers: usize = self
+            .layers
+            .iter()
+            .map(|layer| {
+                layer.qkv.bytes()
+                    + layer.attention_output.bytes()
+                    + layer.gate_up.bytes()
+                    + layer.down.bytes()
+            })
+            .sum();
+        (layers + self.head().bytes()) as u64
+    }
+}
+
+/// Packs the tensors of a whole model. `norm_offset` is added to every norm weight.
+///
+/// # Errors
+/// [`Error::Tensor`] for a missing, misshapen or unused tensor, [`Error::Pack`]
+/// for a format that does not fit its shape.
+pub(crate) fn load(
+    config: &ModelConfig,
+    names: &Names,
+    norm_offset: f32,
+    mut tensors: Tensors<'_>,
+    progress: &mut dyn FnMut(u64, u64),
+) -> Result<CpuWeights, Error> {
+    let total = tensors.bytes();
+    let mut done = move |tensors: &Tensors<'_>| progress(total - tensors.bytes(), total);
+    let ropes = ropes(tensors.origin(), config)?;
+    let mut loader = Loader {
+        config,
+        names,
+        norm_offset,
+        tensors: &mut tensors,
+        layer: 0,
+    };
+
+    let output = loader.output()?;
+    let embedding = loader.matrix(&[(names.embedding, config.vocab)], config.hidden)?;
+    let output_norm = loader.norm(names.output_norm, config.hidden)?;
+    done(loader.tensors);
+    let mut layers = Vec::with_capacity(config.layers.len());
+    for layer in 0..config.layers.len() {
+        loader.layer = layer;
+        layers.push(loader.layer()?);
+        done(loader.tensors);
+    }
+    tensors.finish(UNNEEDED)?;
+    Ok(Weights {
+        embedding,
+        layers,
+        output_norm,
+        output,
+        ropes,
+    })
+}
+
+fn ropes(path: &Path, config: &ModelConfig) -> Result<Vec<RopeTable>, Error> {
+    config
+        .ropes
+        .iter()
+        .map(|rope| {
+            RopeTable::new(
+                rope.dims,
+                rope.base,
+                config.context_max as usize,
+                &rope.divisors(),
+                1.0,
+            )
+            .map_err(|error| Error::config(path, "rope", error.to_string()))
+        })
+        .collect()
+}
+
+struct Loader<'l, 'a> {
+    config: &'l ModelConfig,
+    names: &'l Names,
+    norm_offset: f32,
+    tensors: &'l mut Tensors<'a>,
+    layer: usize,
+}
+
+impl Loader<'_, '_> {
+    fn name(&self, part: &str, kind: &str) -> String {
+        format!("{}.{kind}", part.replace("{}", &self.layer.to_string()))
+    }
+
+    /// One matrix of the sources `(name, rows)` stacked.
+    fn matrix(&mut self, parts: &[(&str, usize)], cols: usize) -> Result<PackedMatrix, Error> {
+        let mut sources: Vec<MatrixSource<'_>> = Vec::with_capacity(parts.len());
+        for (part, rows) in parts {
+            let name = self.name(part, "weight");
+            sources.push(self.tensors.take_matrix(&name, *rows, cols)?);
+        }
+        self.pack(parts[0].0, &sources)
+    }
+
+    fn pack(&self, part: &str, sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
+        PackedMatrix::pack(sources).map_err(|source| Error::Pack {
+            path: self.tensors.origin().to_owned(),
+            tensor: self.name(part, "weight"),
+            source,
+        })
+    }
+
+    /// Queries over keys over values, each head padded by rows of zeros.
+    fn qkv(&mut self, parts: &[(&str, usize); 3]) -> Result<PackedMatrix, Error> {
+        let (head_dim, stored) = (self.config.head_dim, self.config.head_dim_stored());
+        let hidden = self.config.hidden;
+        if head_dim == stored {
+            return self.matrix(&parts.map(|(part, heads)| (part, heads * head_dim)), hidden);
+        }
+        let mut padded = Vec::with_capacity(parts.len());
+        for (part, heads) in parts {
+            let name = self.name(part, "weight");
+            let source = self.tensors.take_matrix(&name, heads * head_dim, hidden)?;
+            let head_bytes = source.bytes.len() / heads;
+            let bytes = pad(
+                source.bytes,
+                head_bytes,
+                head_bytes / head_dim * (stored - head_dim),
+            );
+            padded.push((source.ty, heads * stored, bytes));
+        }
+        let sources: Vec<MatrixSource<'_>> = padded
+            .iter()
+            .map(|(ty, rows, bytes)| MatrixSource {
+                ty: *ty,
+                rows: *rows,
+                cols: hidden,
+                bytes,
+            })
+            .collect();
+        self.pack(parts[0].0, &sources)
+    }
+
+    /// The matrix behind attention; its columns for padded dimensions are zeros.
+    fn attention_output(&mut self, part: &str) -> Result<PackedMatrix, Error> {
+        let (head_dim, stored) = (self.config.head_dim, self.config.head_dim_stored());
+        let (heads, hidden) = (self.config.heads, self.config.hidden);
+        if head_dim == stored {
+            return self.matrix(&[(part, hidden)], heads * head_dim);
+        }
+        let name = self.name(part, "weight");
+        let source = self.tensors.take_matrix(&name, hidden, heads * head_dim)?;
+        if source.ty.is_quantized() {
+            return Err(Error::unsupported(
+                self.tensors.origin(),
+                format!("tensor {name}"),
+                format!(
+                    "{} weights with a head size of {head_dim}, not a multiple of 16",
+                    source.ty.name()
+                ),
+            ));
+        }
+        let element = source.ty.block_bytes();
+        let bytes = pad(
+            source.bytes,
+            head_dim * element,
+            (stored - head_dim) * element,
+        );
+        self.pack(
+            part,
+            &[MatrixSource {
+                cols: heads * stored,
+                bytes: &bytes,
+                ..source
+            }],
+        )
+    }
+
+    fn bias(&mut self, wanted: bool, parts: &[(&str, usize)]) -> Result<Option<Vec<f32>>, Error> {
+        if !wanted {
+            return Ok(None);
+        }
+        let mut bias = Vec::new();
+        for (part, rows) in parts {
+            let name = self.name(part, "bias");
+            bias.extend(self.tensors.take_vector(&name, *rows)?);
+        }
+        Ok(Some(bias))
+    }
+
+    /// Biases of queries, keys and values, padded like their matrix.
+    fn qkv_bias(&mut self, parts: &[(&str, usize); 3]) -> Result<Option<Vec<f32>>, Error> {
+        let (head_dim, stored) = (self.config.head_dim, self.config.head_dim_stored());
+        let parts = parts.map(|(part, heads)| (part, heads * head_dim));
+        let bias = self.bias(self.config.bias.qkv, &parts)?;
+        Ok(bias.map(|bias| pad(&bias, head_dim, stored - head_dim)))
+    }
+
+    fn norm(&mut self, part: &str, len: usize) -> Result<Vec<f32>, Error> {
+        let name = self.name(part, "weight");
+        let mut norm = self.tensors.take_vector(&name, len)?;
+        for value in &mut norm {
+            *value += self.norm_offset;
+        }
+        Ok(norm)
+    }
+
+    fn optional_norm(
+        &mut self,
+        wanted: bool,
+        part: &str,
+        len: usize,
+    ) -> Result<Option<Vec<f32>>, Error> {
+        if wanted {
+            self.norm(part, len).map(Some)
+        } else {
+            Ok(None)
+        }
+    }
+
+    /// The output matrix. A tied model may carry a copy of its embedding, which is
+    /// dropped, but not another matrix, which would be a contradiction.
+    fn output(&mut self) -> Result<Option<PackedMatrix>, Error> {
+        let names = self.names;
+        if !self.config.tied {
+            return self
+                .matrix(&[(names.output, self.config.vocab)], self.config.hidden)
+                .map(Some);
+        }
+        let (output, embedding) = (
+            self.name(names.output, "weight"),
+            self.name(names.embedding, "weight"),
+        );
+        if self.tensors.contains(&output) && self.tensors.contains(&embedding) {
+            let output = self.tensors.take(&output)?;
+            let same = self
+                .tensors
+                .peek(&embedding)
+                .is_some_and(|other| other.ty == output.ty && other.bytes == output.bytes);
+            if !same {
+                return Err(Error::tensor(
+                    output.file,
+                    self.name(names.output, "weight"),
+                    "differs from the embedding, though the configuration ties the two",
+                ));
+            }
+        }
+        Ok(None)
+    }
+
+    fn layer(&mut self) -> Result<LayerWeights<PackedMatrix, Vec<f32>>, Error> {
+        let (config, names) = (self.config, self.names);
+        let (hidden, ffn, head_dim) = (config.hidden, config.ffn, config.head_dim);
+        let qkv = [
+            (names.q, config.heads),
+            (names.k, config.kv_heads),
+            (names.v, config.kv_heads),
+        ];
+        let gate_up = [(names.gate, ffn), (names.up, ffn)];
+        let output = [(names.attention_output, hidden)];
+        let down = [(names.down, hidden)];
+        Ok(LayerWeights {
+            attention_norm: self.norm(names.attention_norm, hidden)?,
+            qkv: self.qkv(&qkv)?,
+            qkv_bias: self.qkv_bias(&qkv)?,
+            q_norm: self.optional_norm(config.qk_norm, names.q_norm, head_dim)?,
+            k_norm: self.optional_norm(config.qk_norm, names.k_norm, head_dim)?,
+            attention_output: self.attention_output(names.attention_output)?,
+            attention_output_bias: self.bias(config.bias.attention_output, &output)?,
+            post_attention_norm: self.optional_norm(
+                config.post_norms,
+                names.post_attention_norm,
+                hidden,
+            )?,
+            ffn_norm: self.norm(names.ffn_norm, hidden)?,
+            gate_up: self.matrix(&gate_up, hidden)?,
+            gate_up_bias: self.bias(config.bias.ffn, &gate_up)?,
+            down: self.matrix(&down, ffn)?,
+            down_bias: self.bias(config.bias.ffn, &down)?,
+            post_ffn_norm: self.optional_norm(config.post_norms, names.post_ffn_norm, hidden)?,
+        })
+    }
+}
+
+/// `values` with `zeros` zeros behind every `chunk` of them.
+fn pad<T: Copy + Default>(values: &[T], chunk: usize, zeros: usize) -> Vec<T> {
+    let mut padded = Vec::with_capacity(values.len() / chunk * (chunk + zeros));
+    for values in values.chunks_exact(chunk) {
+        padded.extend_from_slice(values);
+        padded.resize(padded.len() + zeros, T::default());
+    }
+    padded
+}

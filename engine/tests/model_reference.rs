@@ -1,0 +1,325 @@
+//! Logits against an independent f32 reference, and their independence of neighbours,
+//! chunks, block size, threads and instruction set.
+
+#[path = "model_support/runner.rs"]
+mod runner;
+
+use baton_engine::step::LogitsWanted;
+use baton_kernels::Isa;
+use baton_proto::kv_layout::KvDtype;
+use runner::{Runner, Setup, argmax, fixture, open, real_model};
+use serde_json::Value;
+
+fn reference(model: &str) -> Value {
+    let text = std::fs::read_to_string(fixture("reference_logits.json")).unwrap();
+    let mut all: Value = serde_json::from_str(&text).unwrap();
+    all[model].take()
+}
+
+fn ids(value: &Value) -> Vec<u32> {
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|id| id.as_u64().unwrap() as u32)
+        .collect()
+}
+
+fn floats(value: &Value) -> Vec<f32> {
+    value
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|v| v.as_f64().unwrap() as f32)
+        .collect()
+}
+
+/// Float weights and f32 KV: only the order of sums differs from the reference.
+const EXACT_TOLERANCE: f32 = 1e-3;
+
+/// Every prompt, whole and in chunks of 24 (which no block size divides): probes, top
+/// logits, and eight greedy tokens.
+fn check_exact(name: &str, path: &str) {
+    let model = open(&fixture(path));
+    let reference = reference(name);
+    let probes = ids(&reference["probe_ids"]);
+    let mut worst = 0.0_f32;
+    for prompt in reference["prompts"].as_array().unwrap() {
+        let tokens = ids(&prompt["ids"]);
+        for chunk in [24, tokens.len()] {
+            let mut runner = Runner::new(&model, Setup::default());
+            let (mut sequence, mut logits) = runner.prefill(&tokens, chunk);
+            let what = format!("{path}, {} tokens in chunks of {chunk}", tokens.len());
+            for (id, expected) in probes.iter().zip(floats(&prompt["probes"])) {
+                let difference = (logits[*id as usize] - expected).abs();
+                worst = worst.max(difference);
+                assert!(
+                    difference < EXACT_TOLERANCE,
+                    "{what}: logit {id} is off by {difference}"
+                );
+            }
+            for top in prompt["top"].as_array().unwrap() {
+                let (id, expected) = (top[0].as_u64().unwrap(), top[1].as_f64().unwrap() as f32);
+                let difference = (logits[id as usize] - expected).abs();
+                worst = worst.max(difference);
+                assert!(
+                    difference < EXACT_TOLERANCE,
+                    "{what}: logit {id} is off by {difference}"
+                );
+            }
+            for (step, (expected, gap)) in ids(&prompt["greedy"])
+                .into_iter()
+                .zip(floats(&prompt["gaps"]))
+                .enumerate()
+            {
+                // A gap below the tolerance does not say which token comes first.
+                if gap < 2.0 * EXACT_TOLERANCE {
+                    break;
+                }
+                let token = argmax(&logits);
+                assert_eq!(token, expected, "{what}: greedy token {step}");
+                logits = runner.decode(&mut sequence, token);
+            }
+        }
+        if let Some(every) = prompt.get("every_position") {
+            let mut runner = Runner::new(&model, Setup::default());
+            let mut sequence = runner.sequence();
+            let row = runner.row(&mut sequence, &tokens, LogitsWanted::All);
+            let logits = runner.run(vec![row]);
+            let expected = floats(&every["probe0"]);
+            assert_eq!(logits.len(), expected.len());
+            for (position, (row, expected)) in logits.iter().zip(expected).enumerate() {
+                let difference = (row[probes[0] as usize] - expected).abs();
+                worst = worst.max(difference);
+                assert!(
+                    difference < EXACT_TOLERANCE,
+                    "{path}, position {position}: {difference}"
+                );
+            }
+        }
+    }
+    println!("{path}: largest difference {worst:e}");
+}
+
+#[test]
+fn rand_folder_gives_the_reference_logits() {
+    check_exact("rand", "rand");
+}
+
+#[test]
+fn rand_gguf_gives_the_reference_logits() {
+    check_exact("rand", "rand.gguf");
+}
+
+#[test]
+fn rand_with_sliding_windows_gives_the_reference_logits() {
+    check_exact("rand-swa", "rand-swa");
+}
+
+#[test]
+fn qwen2_with_biases_no_configuration_mentions_gives_the_reference_logits() {
+    check_exact("tiny-qwen2", "tiny-qwen2");
+    check_exact("tiny-qwen2", "tiny-qwen2.gguf");
+}
+
+#[test]
+fn qwen3_with_its_own_head_size_gives_the_reference_logits() {
+    check_exact("tiny-qwen3", "tiny-qwen3");
+}
+
+#[test]
+fn llama_with_biases_and_scaled_rope_gives_the_reference_logits() {
+    check_exact("tiny-llama-bias", "tiny-llama-bias");
+}
+
+/// Real, quantised models: the reference rounds activations as the engine does, but
+/// sums in another order, and a sum's last bit can turn a code. The file says by how
+/// much two right implementations differ; twice that is allowed.
+fn check_real(name: &str) {
+    let Some(path) = real_model(&format!("{name}.gguf")) else {
+        return;
+    };
+    let model = open(&path);
+    let reference = reference(name);
+    let probes = ids(&reference["probe_ids"]);
+    for prompt in reference["prompts"].as_array().unwrap() {
+        let tokens = ids(&prompt["ids"]);
+        let mut runner = Runner::new(&model, Setup::default());
+        let (_, logits) = runner.prefill(&tokens, 128);
+        let rounded = &prompt["rounded"];
+        let int8 = &rounded["int8"];
+        let noise = rounded["int8_against_itself"]["max_abs_difference"]
+            .as_f64()
+            .or(int8["max_abs_difference"].as_f64())
+            .unwrap() as f32;
+        let tolerance = 2.0 * noise + EXACT_TOLERANCE;
+        let expected = if int8["probes"].is_array() {
+            int8
+        } else {
+            prompt
+        };
+        let what = format!("{name}, {} {} tokens", prompt["kind"], tokens.len());
+        let mut worst = 0.0_f32;
+        for (id, expected) in probes.iter().zip(floats(&expected["probes"])) {
+            worst = worst.max((logits[*id as usize] - expected).abs());
+        }
+        println!("{what}: largest difference {worst}, tolerance {tolerance}");
+        assert!(
+            worst < tolerance,
+            "{what}: off by {worst}, {tolerance} is allowed"
+        );
+        let top: Vec<(u64, f32)> = expected["top"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|top| (top[0].as_u64().unwrap(), top[1].as_f64().unwrap() as f32))
+            .collect();
+        if top[0].1 - top[1].1 > 2.0 * tolerance {
+            assert_eq!(u64::from(argmax(&logits)), top[0].0, "{what}: first place");
+        }
+    }
+}
+
+#[test]
+fn smollm2_gives_the_reference_logits() {
+    check_real("smollm2-135m-instruct");
+}
+
+#[test]
+fn gemma3_gives_the_reference_logits() {
+    check_real("gemma3-270m");
+}
+
+fn prompt(seed: u32, len: usize, vocab: u32) -> Vec<u32> {
+    let mut state = seed.wrapping_mul(2_654_435_761).wrapping_add(1);
+    (0..len)
+        .map(|_| {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            2 + (state >> 8) % (vocab - 2)
+        })
+        .collect()
+}
+
+fn bits(logits: &[f32]) -> Vec<u32> {
+    logits.iter().map(|value| value.to_bits()).collect()
+}
+
+/// A prompt and four decode steps alone, chunked, among 15 neighbours of other lengths,
+/// on other block sizes, instruction sets and thread counts: the same bits.
+fn check_independence(path: &str) {
+    let model = open(&fixture(path));
+    let vocab = model.vocab_size() as u32;
+    let tokens = prompt(1, 100, vocab);
+    let continuation = prompt(2, 4, vocab);
+    for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
+        let base = Setup {
+            dtype,
+            tokens: 4096,
+            ..Setup::default()
+        };
+        let alone = |setup: Setup, chunk: usize| {
+            let mut runner = Runner::new(&model, setup);
+            let (mut sequence, first) = runner.prefill(&tokens, chunk);
+            let mut all = vec![bits(&first)];
+            for token in &continuation {
+                all.push(bits(&runner.decode(&mut sequence, *token)));
+            }
+            all
+        };
+        let expected = alone(base, tokens.len());
+        assert!(
+            expected
+                .iter()
+                .flatten()
+                .all(|bits| f32::from_bits(*bits).is_finite())
+        );
+        for chunk in [1, 16, 24, 64] {
+            assert_eq!(
+                alone(base, chunk),
+                expected,
+                "{path} {dtype}: chunks of {chunk}"
+            );
+        }
+        for block_size in [32, 64, 128] {
+            let setup = Setup { block_size, ..base };
+            assert_eq!(
+                alone(setup, 64),
+                expected,
+                "{path} {dtype}: blocks of {block_size}"
+            );
+        }
+        for isa in Isa::available() {
+            for threads in [1, 3] {
+                let setup = Setup {
+                    isa,
+                    threads,
+                    ..base
+                };
+                assert_eq!(
+                    alone(setup, 40),
+                    expected,
+                    "{path} {dtype}: {isa}, {threads} threads"
+                );
+            }
+        }
+
+        let mut runner = Runner::new(&model, base);
+        let mut sequences: Vec<_> = (0..16).map(|_| runner.sequence()).collect();
+        let rows = |runner: &mut Runner, sequences: &mut [runner::Sequence], chunk: usize| {
+            let mut rows = Vec::new();
+            for (number, sequence) in sequences.iter_mut().enumerate() {
+                let all = if number == 7 {
+                    tokens.clone()
+                } else {
+                    prompt(100 + number as u32, 40 + number, vocab)
+                };
+                let from = (sequence.computed as usize).min(all.len());
+                let part = &all[from..all.len().min(from + chunk)];
+                if !part.is_empty() {
+                    rows.push((number, runner.row(sequence, part, LogitsWanted::Last)));
+                }
+            }
+            rows
+        };
+        let mut got = Vec::new();
+        loop {
+            let step = rows(&mut runner, &mut sequences, 48);
+            if step.is_empty() {
+                break;
+            }
+            let numbers: Vec<usize> = step.iter().map(|(number, _)| *number).collect();
+            let logits = runner.run(step.into_iter().map(|(_, row)| row).collect());
+            if let Some(at) = numbers.iter().position(|number| *number == 7) {
+                got = bits(&logits[at]);
+            }
+        }
+        assert_eq!(got, expected[0], "{path} {dtype}: prompt among neighbours");
+        for (token, expected) in continuation.iter().zip(&expected[1..]) {
+            let step: Vec<_> = sequences
+                .iter_mut()
+                .enumerate()
+                .map(|(number, sequence)| {
+                    let token = if number == 7 {
+                        *token
+                    } else {
+                        3 + number as u32
+                    };
+                    runner.row(sequence, &[token], LogitsWanted::Last)
+                })
+                .collect();
+            let logits = runner.run(step);
+            assert_eq!(
+                &bits(&logits[7]),
+                expected,
+                "{path} {dtype}: decode among neighbours"
+            );
+        }
+    }
+}
+
+#[test]
+fn a_row_does_not_depend_on_neighbours_chunks_blocks_threads_or_instruction_set() {
+    check_independence("tiny-qwen3");
+    check_independence("rand");
+    check_independence("rand-swa");
+}
