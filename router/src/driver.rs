@@ -1,0 +1,664 @@
+//! The async task of one request: carries the [machine](crate::request)'s actions
+//! out and brings it what happens. Decides nothing.
+//!
+//! It is owned by the router's task tracker and ends on its own: with the
+//! request's end, when the client's stream is dropped, or at the deadline. Calls
+//! to workers are fields, so ending the task resets them. What the client does
+//! not take stays in a bounded channel; past it the workers' streams are not
+//! read, and past a time the request is given up.
+
+mod outlet;
+mod sessions;
+mod timing;
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_observability::labels::{Decision, RetryWhen, Success};
+use baton_observability::{RouterMetrics, logging};
+use baton_proto::block_hash::{BlockHash, BlockHasher};
+use baton_proto::kv_layout::SPAN_TOKENS;
+use baton_proto::sampling::SamplingParams;
+use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, protocol, v1};
+use tokio::time::Instant;
+
+use outlet::Undelivered;
+pub use outlet::{Inlet, Outlet};
+use sessions::{DecodeSession, PrefillSession};
+use timing::Timing;
+
+use crate::admission::Permit;
+use crate::auth::Tenant;
+use crate::frontend::{Shared, Tally};
+use crate::placement::{Placement, Question, WorkerKey};
+use crate::request::{
+    Action, DecodeEvent, Event, PlaceQuery, PrefillEvent, Request, Spec, Stage, Timeouts,
+};
+use crate::text::{ChoiceText, StopRules};
+use crate::workers::{ServedModel, Worker};
+
+/// How long a finished or cancelled decode call may take to say its last word.
+/// Blocks are promised back within a second of a client's going.
+const LAST_WORD: Duration = Duration::from_secs(1);
+
+/// A checked request.
+pub struct Job {
+    pub request_id: RequestId,
+    pub created: i64,
+    pub tenant: Tenant,
+    pub model: ServedModel,
+    pub prompt: Vec<TokenId>,
+    pub sampling: SamplingParams,
+    pub rules: StopRules,
+    pub use_cache: bool,
+    pub exact: bool,
+    pub received: Instant,
+    pub admitted: Instant,
+    pub tokenized: Instant,
+    pub deadline: Instant,
+    pub permit: Permit,
+}
+
+/// The running request.
+pub struct Driver {
+    shared: Arc<Shared>,
+    job: Job,
+    tally: Tally,
+    machine: Request,
+    texts: Vec<ChoiceText>,
+    outlet: Outlet,
+    timing: Timing,
+    decode: Option<DecodeSession>,
+    prefill: Option<PrefillSession>,
+    /// A decode call that only has its last word left.
+    closing: Option<DecodeSession>,
+    accepted: bool,
+    /// The arithmetic the first token was drawn with.
+    numerics: Option<NumericsId>,
+    spans: Vec<(NumericsId, Vec<BlockHash>)>,
+    retries: u64,
+    mid_stream: bool,
+    migrations: u64,
+    outcome: Option<Result<(), Error>>,
+}
+
+impl Driver {
+    /// A driver that has not begun.
+    pub fn new(shared: Arc<Shared>, job: Job, tally: Tally, outlet: Outlet) -> Self {
+        let config = &shared.config;
+        let ms = Duration::from_millis;
+        let spec = Spec {
+            n: job.sampling.n,
+            max_tokens: job.sampling.max_tokens,
+            attempts_max: config.attempts_max,
+            timeouts: Timeouts {
+                total: job.deadline - job.received,
+                answer: ms(config.answer_timeout_ms),
+                queue: ms(config.queue_timeout_ms),
+                prefill: ms(config.prefill_timeout_ms),
+                handoff: ms(config.handoff_timeout_ms),
+                stall: ms(config.stall_timeout_ms),
+            },
+        };
+        let texts = (0..spec.n)
+            .map(|_| ChoiceText::new(&job.model.tokenizer, &job.prompt, &job.rules))
+            .collect();
+        Self {
+            timing: Timing::new(job.received, job.admitted, job.tokenized, spec.n),
+            machine: Request::new(spec),
+            texts,
+            outlet,
+            decode: None,
+            prefill: None,
+            closing: None,
+            accepted: false,
+            numerics: None,
+            spans: Vec::new(),
+            retries: 0,
+            mid_stream: false,
+            migrations: 0,
+            outcome: None,
+            shared,
+            job,
+            tally,
+        }
+    }
+
+    fn metrics(&self) -> &RouterMetrics {
+        &self.shared.metrics
+    }
+
+    /// Runs the request to its end.
+    pub async fn run(mut self) {
+        self.step(Event::Begin).await;
+        while self.machine.stage() != Stage::Finished {
+            let event = self.next_event().await;
+            self.step(event).await;
+        }
+        self.finish().await;
+    }
+
+    /// Waits for what happens next. Cancel safe: every arm is.
+    async fn next_event(&mut self) -> Event {
+        let wake = self.job.received + self.machine.wake_at();
+        let worker = |worker: Option<&Arc<Worker>>| worker.map(Arc::clone);
+        let decoder = worker(self.decode.as_ref().map(|session| &session.worker));
+        let prefiller = worker(self.prefill.as_ref().map(|session| &session.worker));
+        tokio::select! {
+            biased;
+            () = self.outlet.gone() => Event::ClientGone,
+            () = self.shared.stop.cancelled() => Event::Abort(stopping()),
+            () = tokio::time::sleep_until(wake) => Event::Tick,
+            event = decode_event(&mut self.decode) => event,
+            event = prefill_event(&mut self.prefill, &mut self.timing) => event,
+            event = lost(decoder) => event,
+            event = lost(prefiller) => event,
+        }
+    }
+
+    /// Hands an event to the machine and carries out what it says, and what that leads to.
+    async fn step(&mut self, event: Event) {
+        let mut events = std::collections::VecDeque::from([event]);
+        while let Some(event) = events.pop_front() {
+            if let Event::Decode { event, .. } = &event {
+                self.heard_from_decode(event);
+                if let Some(failed) = self.accept(event).await {
+                    events.push_back(failed);
+                }
+            }
+            let now = self.timing.now();
+            for action in self.machine.handle(now, event) {
+                if let Some(next) = self.act(action).await {
+                    events.push_back(next);
+                }
+            }
+        }
+    }
+
+    fn heard_from_decode(&mut self, event: &DecodeEvent) {
+        self.timing.heard_from_decode(event);
+        if matches!(
+            event,
+            DecodeEvent::Committed { .. } | DecodeEvent::Tokens { .. }
+        ) && let Some(session) = &mut self.decode
+        {
+            session.placed.prefilled();
+        }
+    }
+
+    /// The first sign that a worker took the request is when the client is told of it.
+    async fn accept(&mut self, event: &DecodeEvent) -> Option<Event> {
+        let refused = matches!(
+            event,
+            DecodeEvent::Failed { .. } | DecodeEvent::Ended { .. } | DecodeEvent::Unknown
+        );
+        if self.accepted || refused {
+            return None;
+        }
+        self.accepted = true;
+        self.metrics()
+            .prompt_tokens
+            .inc_by(self.job.prompt.len() as u64);
+        let job = &self.job;
+        let mut hasher = blake3::Hasher::new();
+        for id in &job.prompt {
+            hasher.update(&id.to_le_bytes());
+        }
+        let accepted = v1::Accepted {
+            request_id: job.request_id.0.clone(),
+            seed: job.sampling.seed,
+            prompt_token_hash: hasher.finalize().to_hex().to_string(),
+            prompt_tokens: job.prompt.len() as u32,
+            model: job.model.card.name.clone(),
+            model_revision: job.model.card.revision.0.clone(),
+            created: job.created,
+            resume_token: Vec::new(),
+        };
+        self.deliver(v1::generate_event::Event::Accepted(accepted))
+            .await
+            .err()
+    }
+
+    async fn act(&mut self, action: Action) -> Option<Event> {
+        use v1::decode_command::Command;
+        match action {
+            Action::Place(query) => return Some(Event::Placed(self.place(&query))),
+            Action::StartDecode {
+                worker,
+                local,
+                attempt,
+                forced,
+            } => return self.start_decode(&worker, local, attempt, forced),
+            Action::StartPrefill {
+                worker,
+                attempt,
+                lane,
+                forced,
+            } => return self.start_prefill(&worker, attempt, *lane, forced),
+            Action::Reticket { attempt } => {
+                self.command(Command::Reticket(v1::Reticket { attempt }));
+            }
+            Action::PrefillLocally { attempt, forced } => {
+                self.timing.goes_local();
+                self.metrics().decisions.get(Decision::DecodeOnly).inc();
+                let forced = lists(forced);
+                self.command(Command::PrefillLocally(v1::PrefillLocally {
+                    attempt,
+                    forced,
+                }));
+            }
+            Action::CancelChoice { choice } => {
+                self.command(Command::CancelChoice(v1::CancelChoice { choice }));
+            }
+            Action::DropPrefill => self.prefill = None,
+            Action::CancelDecode => {
+                self.command(Command::Cancel(v1::CancelDecode {}));
+                self.closing = self.decode.take();
+            }
+            Action::AwaitDecodeEnd => self.closing = self.decode.take(),
+            Action::Emit { choice, run } => {
+                return self.emit(choice, run.first_index, run.tokens).await;
+            }
+            Action::FinishChoice { choice, reason } => {
+                let text = &mut self.texts[choice as usize];
+                let rest = text.finish();
+                let (reason, stop_string) = match text.stopped() {
+                    Some(stopped) => (v1::FinishReason::Stop, Some(stopped.stop_string.clone())),
+                    None => (reason.into(), None),
+                };
+                let finished = v1::ChoiceFinished {
+                    choice,
+                    reason: reason.into(),
+                    text: rest,
+                    output_tokens: text.tokens(),
+                    stop_string,
+                };
+                let event = v1::generate_event::Event::Finished(finished);
+                return self.deliver(event).await.err();
+            }
+            Action::Complete => return self.complete().await,
+            Action::CountConflict => {
+                tracing::error!("two workers drew different tokens");
+                self.metrics().token_conflicts.inc();
+            }
+            Action::CountRetry {
+                mid_stream,
+                migration,
+            } => {
+                self.retries += 1;
+                self.mid_stream |= mid_stream;
+                self.migrations += u64::from(migration);
+            }
+            Action::Fail(error) => {
+                self.outcome.get_or_insert(Err(error));
+            }
+        }
+        None
+    }
+
+    fn command(&self, command: v1::decode_command::Command) {
+        if let Some(session) = &self.decode {
+            session.send(command);
+        }
+    }
+
+    fn place(&mut self, query: &PlaceQuery) -> Result<Placement, Error> {
+        let workers = self.shared.workers.ready_of(&self.job.model.card);
+        let mut candidates = Vec::with_capacity(workers.len());
+        for worker in &workers {
+            let cached = self.cached_at(worker);
+            candidates.push(worker.candidate(cached));
+        }
+        let question = Question {
+            query,
+            prompt_tokens: self.job.prompt.len() as u32,
+            numerics: self.numerics.filter(|_| self.job.exact),
+            tie: rand::random(),
+        };
+        let placement = self.shared.policy.place(&candidates, &question)?;
+        if self.job.use_cache {
+            for key in [Some(&placement.decode), placement.prefill.as_ref()] {
+                let Some(key) = key else { continue };
+                let worker = workers.iter().find(|worker| worker.key == *key);
+                if let Some(worker) = worker {
+                    let numerics = worker.card.layout.numerics;
+                    let spans = self.spans_of(numerics).to_vec();
+                    self.shared.prefixes().insert(&spans, key);
+                }
+            }
+        }
+        tracing::debug!(
+            decode = %placement.decode.id,
+            prefill = placement.prefill.as_ref().map(|key| key.id.as_str()),
+            "placed"
+        );
+        Ok(placement)
+    }
+
+    fn cached_at(&mut self, worker: &Worker) -> u32 {
+        if !self.job.use_cache {
+            return 0;
+        }
+        let spans = self.spans_of(worker.card.layout.numerics).to_vec();
+        let matched = self.shared.prefixes().matched(&spans, &worker.key);
+        matched as u32 * SPAN_TOKENS
+    }
+
+    fn spans_of(&mut self, numerics: NumericsId) -> &[BlockHash] {
+        let known = self.spans.iter().position(|(known, _)| *known == numerics);
+        let at = known.unwrap_or_else(|| {
+            let salt = self.job.tenant.cache_salt();
+            let hasher = BlockHasher::new(&salt, numerics, "");
+            // A hit never covers the last prompt token.
+            let covered = self.job.prompt.len() - 1;
+            self.spans
+                .push((numerics, hasher.spans(&self.job.prompt[..covered])));
+            self.spans.len() - 1
+        });
+        &self.spans[at].1
+    }
+
+    fn work(&self, worker: &Worker, attempt: u32, forced: Vec<Vec<TokenId>>) -> v1::WorkRequest {
+        let job = &self.job;
+        // A later attempt has its own name at workers, since one that is being torn
+        // down may still hold the first.
+        let request_id = match attempt {
+            1 => job.request_id.0.clone(),
+            later => format!("{}.{later}", job.request_id),
+        };
+        let left = job.deadline.saturating_duration_since(Instant::now());
+        v1::WorkRequest {
+            protocol: Some(protocol::CURRENT.into()),
+            request_id,
+            epoch: worker.key.epoch().0,
+            model_revision: worker.card.revision.0.clone(),
+            prompt: job.prompt.clone(),
+            forced: lists(forced),
+            sampling: Some((&job.sampling).into()),
+            cache_salt: job.tenant.cache_salt(),
+            use_cache: job.use_cache,
+            exact: job.exact,
+            deadline_ms: Some(left.as_millis() as u64),
+            adapter: String::new(),
+        }
+    }
+
+    fn start_decode(
+        &mut self,
+        key: &WorkerKey,
+        local: bool,
+        attempt: u32,
+        forced: Vec<Vec<TokenId>>,
+    ) -> Option<Event> {
+        let Some(worker) = self.shared.workers.get(key) else {
+            return Some(Event::Decode {
+                session: attempt,
+                event: DecodeEvent::Failed { error: left() },
+            });
+        };
+        logging::record_worker(&tracing::Span::current(), worker.key.id.as_str());
+        let decision = if local {
+            Decision::DecodeOnly
+        } else {
+            Decision::PrefillDecode
+        };
+        self.metrics().decisions.get(decision).inc();
+        self.timing.routed(&worker.key, local);
+        let path = if local {
+            v1::decode_start::Path::Local
+        } else {
+            v1::decode_start::Path::Receive
+        };
+        let start = v1::DecodeStart {
+            work: Some(self.work(&worker, attempt, forced)),
+            path: path.into(),
+            attempt,
+        };
+        let tokens = if local {
+            self.job.prompt.len() as u32
+        } else {
+            0
+        };
+        self.closing = None;
+        self.decode = Some(DecodeSession::open(worker, start, tokens));
+        None
+    }
+
+    fn start_prefill(
+        &mut self,
+        key: &WorkerKey,
+        attempt: u32,
+        lane: v1::Lane,
+        forced: Vec<Vec<TokenId>>,
+    ) -> Option<Event> {
+        let Some(worker) = self.shared.workers.get(key) else {
+            return Some(Event::Prefill {
+                attempt,
+                event: PrefillEvent::Failed { error: left() },
+            });
+        };
+        self.timing.reserved(&worker.key);
+        let request = v1::PrefillRequest {
+            work: Some(self.work(&worker, attempt, forced)),
+            lane: Some(lane),
+        };
+        let tokens = self.job.prompt.len() as u32;
+        self.prefill = Some(PrefillSession::open(worker, request, attempt, tokens));
+        None
+    }
+
+    async fn emit(
+        &mut self,
+        choice: u32,
+        first_index: u32,
+        tokens: Vec<baton_proto::sampling::SampledToken>,
+    ) -> Option<Event> {
+        if self.numerics.is_none() {
+            let worker = self.decode.as_ref().map(|session| &session.worker);
+            self.numerics = worker.map(|worker| worker.card.layout.numerics);
+        }
+        let text = &mut self.texts[choice as usize];
+        let piece = text.push(tokens);
+        if piece.tokens.is_empty() {
+            return None;
+        }
+        let stopped = piece.stopped.then(|| Event::StopMatched {
+            choice,
+            output_tokens: text.tokens(),
+        });
+        let count = piece.tokens.len() as u64;
+        let logprobs = piece
+            .tokens
+            .iter()
+            .filter_map(|token| token.logprob.as_ref());
+        let tokens = v1::Tokens {
+            choice,
+            first_index,
+            ids: piece.tokens.iter().map(|token| token.id).collect(),
+            logprobs: logprobs.map(v1::Logprobs::from).collect(),
+            text: piece.text,
+        };
+        if let Err(failed) = self
+            .deliver(v1::generate_event::Event::Tokens(tokens))
+            .await
+        {
+            return Some(failed);
+        }
+        self.shared.metrics.generation_tokens.inc_by(count);
+        self.timing.sent(choice, count, &self.shared.metrics);
+        self.job.permit.started();
+        if let Some(session) = &mut self.prefill {
+            session.placed.prefilled();
+        }
+        stopped
+    }
+
+    async fn complete(&mut self) -> Option<Event> {
+        let prompt_tokens = self.job.prompt.len() as u32;
+        let cached_tokens = self.machine.cached_tokens().min(prompt_tokens);
+        self.metrics()
+            .cached_prompt_tokens
+            .inc_by(u64::from(cached_tokens));
+        let completed = v1::Completed {
+            usage: Some(v1::Usage {
+                prompt_tokens,
+                completion_tokens: self.texts.iter().map(ChoiceText::tokens).sum(),
+                cached_tokens,
+            }),
+            timings: Some(self.timing.report()),
+        };
+        let delivered = self
+            .deliver(v1::generate_event::Event::Completed(completed))
+            .await;
+        if delivered.is_ok() {
+            self.outcome.get_or_insert(Ok(()));
+        }
+        delivered.err()
+    }
+
+    /// Hands an event to the client's channel, or says what its client's silence means.
+    async fn deliver(&mut self, event: v1::generate_event::Event) -> Result<(), Event> {
+        let event = v1::GenerateEvent { event: Some(event) };
+        match self.outlet.send(event, self.job.deadline).await {
+            Ok(()) => Ok(()),
+            Err(Undelivered::Gone) => Err(Event::ClientGone),
+            Err(Undelivered::Deadline) => Err(Event::Tick),
+            Err(Undelivered::Slow(waited)) => {
+                let message = format!("the client took nothing for {} ms", waited.as_millis());
+                let error = Error::new(ErrorKind::Cancelled, message).with_reason("SLOW_CLIENT");
+                self.outcome.get_or_insert(Err(error.clone()));
+                Err(Event::Abort(error))
+            }
+        }
+    }
+
+    /// Tells the client, the metrics and the log how it ended, then waits a moment
+    /// for the decode worker's last word.
+    async fn finish(mut self) {
+        self.prefill = None;
+        let cancelled = self.outcome.is_none();
+        let outcome = self
+            .outcome
+            .take()
+            .unwrap_or_else(|| Err(Error::new(ErrorKind::Cancelled, "the client is gone")));
+        self.count(&outcome);
+        let Self {
+            shared,
+            job,
+            tally,
+            timing,
+            texts,
+            outlet,
+            closing,
+            ..
+        } = self;
+        let output_tokens: u32 = texts.iter().map(ChoiceText::tokens).sum();
+        timing.log(
+            &job.model.card.name,
+            job.prompt.len(),
+            output_tokens,
+            &outcome,
+        );
+        tally.end(outcome.as_ref().err());
+        drop(job.permit);
+        outlet.end(outcome.err());
+        let Some(mut session) = closing else { return };
+        let asked = Instant::now();
+        let last_word = async {
+            while let Some(event) = session.next().await {
+                if matches!(
+                    event,
+                    DecodeEvent::Ended { .. } | DecodeEvent::Failed { .. }
+                ) {
+                    break;
+                }
+            }
+        };
+        let heard = tokio::time::timeout(LAST_WORD, last_word).await;
+        if cancelled && heard.is_ok() {
+            shared
+                .metrics
+                .cancel_to_release
+                .observe_duration(asked.elapsed());
+        }
+    }
+
+    fn count(&self, outcome: &Result<(), Error>) {
+        let success = |ok: bool| if ok { Success::Ok } else { Success::Failed };
+        let metrics = self.metrics();
+        self.timing.ended(metrics);
+        // All but the last try failed; the last one shares the request's fate.
+        for (count, when) in [(
+            self.retries,
+            if self.mid_stream {
+                RetryWhen::MidStream
+            } else {
+                RetryWhen::BeforeFirstToken
+            },
+        )] {
+            if count > 0 {
+                let failed = metrics.retries.get((when, Success::Failed));
+                failed.inc_by(count - 1);
+                metrics.retries.get((when, success(outcome.is_ok()))).inc();
+            }
+        }
+        if self.migrations > 0 {
+            let failed = metrics.migrations.get(Success::Failed);
+            failed.inc_by(self.migrations - 1);
+            metrics.migrations.get(success(outcome.is_ok())).inc();
+        }
+    }
+}
+
+fn lists(forced: Vec<Vec<TokenId>>) -> Vec<v1::TokenIds> {
+    forced.into_iter().map(|ids| v1::TokenIds { ids }).collect()
+}
+
+fn left() -> Error {
+    Error::new(ErrorKind::Unavailable, "left the cluster")
+}
+
+fn stopping() -> Error {
+    Error::new(ErrorKind::Unavailable, "the router is shutting down").with_reason("DRAINING")
+}
+
+async fn decode_event(session: &mut Option<DecodeSession>) -> Event {
+    let Some(session) = session else {
+        return std::future::pending().await;
+    };
+    match session.next().await {
+        Some(event) => Event::Decode {
+            session: session.session,
+            event,
+        },
+        // The stream's end was an event already.
+        None => std::future::pending().await,
+    }
+}
+
+async fn prefill_event(session: &mut Option<PrefillSession>, timing: &mut Timing) -> Event {
+    let Some(session) = session else {
+        return std::future::pending().await;
+    };
+    match session.next().await {
+        Some((event, report)) => {
+            timing.heard_from_prefill(&event, report.prefill);
+            Event::Prefill {
+                attempt: session.attempt,
+                event,
+            }
+        }
+        None => std::future::pending().await,
+    }
+}
+
+async fn lost(worker: Option<Arc<Worker>>) -> Event {
+    let Some(worker) = worker else {
+        return std::future::pending().await;
+    };
+    let error = worker.lost().await;
+    Event::WorkerLost {
+        worker: worker.key.clone(),
+        error,
+    }
+}

@@ -1,0 +1,282 @@
+//! Which workers run a request: (candidates, prefix index, load, prompt) to
+//! (path, P, D). Pure.
+//!
+//! The rules, in order: only workers that speak our protocol; a prefill worker is
+//! paired only with a decode worker whose KV layout is its own; the local path
+//! when what is not cached is short or no prefill worker is ready; else the
+//! cheapest pair. Cost is counted in tokens, so that queue, load and cached
+//! prefix add up.
+
+pub mod prefix_index;
+
+use std::fmt;
+use std::sync::Arc;
+
+use baton_membership::Role;
+use baton_proto::model_card::ModelCard;
+use baton_proto::protocol::{self, ProtocolVersion};
+use baton_proto::{Epoch, Error, ErrorKind, NumericsId, WorkerId};
+
+use crate::request::PlaceQuery;
+
+/// One life of one worker.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WorkerKey {
+    pub id: WorkerId,
+    epoch: u64,
+}
+
+impl WorkerKey {
+    /// The worker `id` in the life `epoch`.
+    pub fn new(id: WorkerId, epoch: Epoch) -> Self {
+        Self { id, epoch: epoch.0 }
+    }
+
+    /// This life.
+    pub fn epoch(&self) -> Epoch {
+        Epoch(self.epoch)
+    }
+}
+
+impl fmt::Debug for WorkerKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}@{}", self.id, self.epoch())
+    }
+}
+
+/// A worker that could take work, and how busy it is.
+#[derive(Clone, Debug)]
+pub struct Candidate {
+    pub key: WorkerKey,
+    pub role: Role,
+    pub protocol: ProtocolVersion,
+    pub card: Arc<ModelCard>,
+    /// Requests that run or wait there, or that this router just sent there.
+    pub requests: u32,
+    /// Prompt tokens that wait there, or that this router just sent there.
+    pub tokens_waiting: u32,
+    /// Tokens of this prompt whose KV it probably holds.
+    pub cached_tokens: u32,
+}
+
+/// Who runs a request; no prefill worker means the local path.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Placement {
+    pub decode: WorkerKey,
+    pub prefill: Option<WorkerKey>,
+}
+
+/// What is to be placed.
+#[derive(Clone, Debug)]
+pub struct Question<'a> {
+    pub query: &'a PlaceQuery,
+    pub prompt_tokens: u32,
+    /// Tokens were sent already: only workers with this arithmetic continue them.
+    pub numerics: Option<NumericsId>,
+    /// Chooses among equals; any number.
+    pub tie: u64,
+}
+
+/// A way to choose.
+pub trait Policy: Send + Sync {
+    /// Chooses among `candidates`.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unavailable`]: nobody is there (`NO_DECODE_WORKER`), or those
+    /// that are do not fit together, naming the field and both values.
+    fn place(&self, candidates: &[Candidate], question: &Question<'_>) -> Result<Placement, Error>;
+}
+
+/// The least loaded pair by tokens, cached prefixes counted.
+#[derive(Clone, Copy, Debug)]
+pub struct LeastTokens {
+    /// The local path is taken when at most this many tokens are to be computed.
+    pub local_prefill_tokens_max: u32,
+    /// What one running request costs a decode worker, in tokens of prefill. A
+    /// request's decode steps outlast its prompt's, so that a cached prefix of a
+    /// few hundred tokens does not draw everything to one worker.
+    pub request_cost_tokens: u32,
+}
+
+impl Default for LeastTokens {
+    fn default() -> Self {
+        Self {
+            local_prefill_tokens_max: 64,
+            request_cost_tokens: 256,
+        }
+    }
+}
+
+impl LeastTokens {
+    fn decode_cost(&self, worker: &Candidate, tokens: u32) -> u64 {
+        u64::from(worker.requests) * u64::from(self.request_cost_tokens)
+            + u64::from(worker.tokens_waiting)
+            + u64::from(tokens - worker.cached_tokens.min(tokens))
+    }
+}
+
+impl Policy for LeastTokens {
+    fn place(&self, candidates: &[Candidate], question: &Question<'_>) -> Result<Placement, Error> {
+        let query = question.query;
+        let tokens = question.prompt_tokens.saturating_add(query.resumed_tokens);
+        let mut refusal = None;
+        let usable: Vec<&Candidate> = candidates
+            .iter()
+            .filter(|worker| fits(worker, question, &mut refusal))
+            .collect();
+        let decoders: Vec<&Candidate> = usable
+            .iter()
+            .copied()
+            .filter(|worker| match &query.keep_decode {
+                Some(kept) => worker.key == *kept,
+                None => worker.role.decodes() && !query.exclude_decode.contains(&worker.key),
+            })
+            .collect();
+        let decode = cheapest(&decoders, question.tie, |worker| {
+            self.decode_cost(worker, tokens)
+        });
+        let Some(decode) = decode else {
+            return match &query.keep_decode {
+                // It may have left the list (draining) and still hold the reservation.
+                Some(kept) => Ok(Placement {
+                    decode: kept.clone(),
+                    prefill: None,
+                }),
+                None => Err(refusal.unwrap_or_else(|| nobody("decode", "NO_DECODE_WORKER"))),
+            };
+        };
+        let local = |decode: &Candidate| {
+            Ok(Placement {
+                decode: decode.key.clone(),
+                prefill: None,
+            })
+        };
+        let uncached = tokens - decode.cached_tokens.min(tokens);
+        if !query.split_allowed || uncached <= self.local_prefill_tokens_max {
+            return local(decode);
+        }
+        let prefillers: Vec<&Candidate> = usable
+            .iter()
+            .copied()
+            .filter(|worker| worker.role.prefills())
+            .filter(|worker| !query.exclude_prefill.contains(&worker.key))
+            .collect();
+        if prefillers.is_empty() {
+            return local(decode);
+        }
+        let mut mismatch = None;
+        let mut best: Option<(u64, Placement)> = None;
+        for (index, decode) in decoders.iter().enumerate() {
+            let paired: Vec<&Candidate> = prefillers
+                .iter()
+                .copied()
+                .filter(|prefill| pairs(prefill, decode, &mut mismatch))
+                .collect();
+            let prefill = cheapest(&paired, question.tie, |worker| prefill_cost(worker, tokens));
+            let Some(prefill) = prefill else { continue };
+            let cost = prefill_cost(prefill, tokens) + self.decode_cost(decode, tokens);
+            let preferred = best.as_ref().is_none_or(|(known, placement)| {
+                cost < *known
+                    || cost == *known
+                        && rank(index, decoders.len(), question.tie)
+                            < decoders
+                                .iter()
+                                .position(|other| other.key == placement.decode)
+                                .map_or(usize::MAX, |at| rank(at, decoders.len(), question.tie))
+            });
+            if preferred {
+                let placement = Placement {
+                    decode: decode.key.clone(),
+                    prefill: Some(prefill.key.clone()),
+                };
+                best = Some((cost, placement));
+            }
+        }
+        match (best, mismatch) {
+            (Some((_, placement)), _) => Ok(placement),
+            // A reservation in hand is better served by its owner than given up.
+            (None, _) if query.keep_decode.is_some() => local(decode),
+            (None, Some(mismatch)) => Err(mismatch),
+            (None, None) => local(decode),
+        }
+    }
+}
+
+fn prefill_cost(worker: &Candidate, tokens: u32) -> u64 {
+    u64::from(worker.tokens_waiting) + u64::from(tokens - worker.cached_tokens.min(tokens))
+}
+
+/// The order among equals: a rotation that `tie` starts.
+fn rank(index: usize, of: usize, tie: u64) -> usize {
+    let start = (tie % of as u64) as usize;
+    (index + of - start) % of
+}
+
+fn cheapest<'a>(
+    workers: &[&'a Candidate],
+    tie: u64,
+    cost: impl Fn(&Candidate) -> u64,
+) -> Option<&'a Candidate> {
+    workers
+        .iter()
+        .enumerate()
+        .min_by_key(|(index, worker)| (cost(worker), rank(*index, workers.len(), tie)))
+        .map(|(_, worker)| *worker)
+}
+
+fn fits(worker: &Candidate, question: &Question<'_>, refusal: &mut Option<Error>) -> bool {
+    if let Err(mut error) = protocol::CURRENT.check_peer(worker.protocol) {
+        error.message = format!("worker `{}`: {}", worker.key.id, error.message);
+        refusal.get_or_insert(error);
+        return false;
+    }
+    let numerics = worker.card.layout.numerics;
+    match question.numerics {
+        Some(wanted) if wanted != numerics => {
+            let error = Error::new(
+                ErrorKind::Unavailable,
+                format!(
+                    "tokens were drawn with numerics id `{wanted}`, worker `{}` has `{numerics}`",
+                    worker.key.id
+                ),
+            );
+            refusal.get_or_insert(
+                error
+                    .with_field("numerics_id")
+                    .with_reason("LAYOUT_MISMATCH"),
+            );
+            false
+        }
+        _ => true,
+    }
+}
+
+fn pairs(prefill: &Candidate, decode: &Candidate, mismatch: &mut Option<Error>) -> bool {
+    let checked = prefill
+        .protocol
+        .check_peer(decode.protocol)
+        .and_then(|()| prefill.card.layout.check_peer(&decode.card.layout));
+    match checked {
+        Ok(()) => true,
+        Err(mut error) => {
+            error.message = format!(
+                "prefill worker `{}` cannot hand over to decode worker `{}`: {}",
+                prefill.key.id, decode.key.id, error.message
+            );
+            mismatch.get_or_insert(error);
+            false
+        }
+    }
+}
+
+fn nobody(role: &str, reason: &str) -> Error {
+    Error::new(
+        ErrorKind::Unavailable,
+        format!("no {role} worker of this model is ready"),
+    )
+    .with_reason(reason)
+    .with_retry_after(std::time::Duration::from_secs(1))
+}
+
+#[cfg(test)]
+mod tests;

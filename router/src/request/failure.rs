@@ -1,0 +1,205 @@
+//! The request machine's answers to failures: who is blamed, who is tried next.
+//!
+//! A refusal (a worker that did not take the request) costs nothing but that
+//! worker's place among the candidates; a failure after it took the request is
+//! charged, and [`super::Spec::attempts_max`] of those end the request.
+
+use std::time::Duration;
+
+use baton_proto::{Error, ErrorKind};
+
+use super::{Action, Prefilling, Request, Stage, TokenLog, WorkerKey};
+
+/// Whether another worker would say the same.
+fn is_final(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::Invalid
+            | ErrorKind::Unauthenticated
+            | ErrorKind::Unsupported
+            | ErrorKind::TooLarge
+            | ErrorKind::Deadline
+    )
+}
+
+/// When to come back if a worker that has no room does not say it.
+const RETRY_AFTER_DEFAULT: Duration = Duration::from_secs(1);
+
+/// A worker's error as the client sees it: whose it is, and a hint when to come back.
+fn attribute(role: &str, worker: &WorkerKey, mut error: Error) -> Error {
+    if is_final(error.kind) {
+        if let Some(field) = error.field.strip_prefix("work.") {
+            error.field = field.to_owned();
+        }
+        return error;
+    }
+    error.message = format!("{role} worker `{}`: {}", worker.id, error.message);
+    // What a worker calls cancelled or fenced is, for a client, a worker that went away.
+    if matches!(
+        error.kind,
+        ErrorKind::Cancelled | ErrorKind::Fenced | ErrorKind::NotFound
+    ) {
+        error.kind = ErrorKind::Unavailable;
+    }
+    if matches!(error.kind, ErrorKind::Overloaded | ErrorKind::Unavailable) {
+        error.retry_after.get_or_insert(RETRY_AFTER_DEFAULT);
+    }
+    error
+}
+
+impl Request {
+    /// The prefill attempt is over without a commit.
+    pub(super) fn prefill_failed(&mut self, error: Error, out: &mut Vec<Action>) {
+        let prefill = self.prefill.take();
+        if prefill.is_some() {
+            out.push(Action::DropPrefill);
+        }
+        if !matches!(self.stage, Stage::Prefilling(_) | Stage::HandingOff) {
+            // D has what it needs.
+            return;
+        }
+        if let Some(prefill) = prefill {
+            let error = attribute("prefill", &prefill.worker, error);
+            self.excluded_prefill.push(prefill.worker);
+            if !self.may_go_on(error, prefill.accepted, out) {
+                return;
+            }
+        } else if !self.may_go_on(error, true, out) {
+            return;
+        }
+        self.count_retry(false, out);
+        self.place(out);
+    }
+
+    /// The decode worker will not go on with the request.
+    pub(super) fn decode_failed(&mut self, error: Error, out: &mut Vec<Action>) {
+        let Some(decode) = self.decode.take() else {
+            return;
+        };
+        if self.prefill.take().is_some() {
+            out.push(Action::DropPrefill);
+        }
+        out.push(Action::CancelDecode);
+        self.next_prefill = None;
+        let error = attribute("decode", &decode.worker, error);
+        self.excluded_decode.push(decode.worker);
+        self.logs.iter_mut().for_each(TokenLog::forget_held);
+        if self.may_go_on(error, decode.took, out) {
+            self.count_retry(decode.running, out);
+            self.place(out);
+        }
+    }
+
+    fn count_retry(&self, migration: bool, out: &mut Vec<Action>) {
+        let mid_stream = self.logs.iter().any(|log| !log.sent().is_empty());
+        out.push(Action::CountRetry {
+            mid_stream,
+            migration,
+        });
+    }
+
+    /// Charges a failure; fails the request when that was the last try or when
+    /// nobody else would answer otherwise.
+    fn may_go_on(&mut self, error: Error, charged: bool, out: &mut Vec<Action>) -> bool {
+        self.failures += u32::from(charged);
+        if is_final(error.kind) || self.failures >= self.spec.attempts_max {
+            self.fail(error, out);
+            return false;
+        }
+        self.last_error = Some(error);
+        true
+    }
+
+    /// Ends the request with an error.
+    pub(super) fn fail(&mut self, error: Error, out: &mut Vec<Action>) {
+        out.push(Action::Fail(error));
+        self.release(out);
+    }
+
+    pub(super) fn worker_lost(&mut self, worker: &WorkerKey, error: Error, out: &mut Vec<Action>) {
+        if self.decode.as_ref().is_some_and(|d| d.worker == *worker) {
+            self.decode_failed(error, out);
+        } else if self.prefill.as_ref().is_some_and(|p| p.worker == *worker) {
+            self.prefill_failed(error, out);
+        }
+    }
+
+    /// A deadline has come; early wake-ups do nothing.
+    pub(super) fn tick(&mut self, now: Duration, out: &mut Vec<Action>) {
+        if now >= self.spec.timeouts.total {
+            let error = format!(
+                "the request's time of {} ms ended while {}",
+                self.spec.timeouts.total.as_millis(),
+                self.stage.doing()
+            );
+            return self.fail(Error::new(ErrorKind::Deadline, error), out);
+        }
+        if self.stage_deadline.is_none_or(|deadline| now < deadline) {
+            return;
+        }
+        let silent = |what: String, wait: Duration| {
+            let message = format!("{what} for {} ms", wait.as_millis());
+            Error::new(ErrorKind::Unavailable, message)
+        };
+        let timeouts = self.spec.timeouts;
+        let local = self.decode.as_ref().is_some_and(|decode| decode.local);
+        match self.stage {
+            Stage::Reserving { queued: false } => {
+                let error = silent("gave no answer".to_owned(), timeouts.answer);
+                self.decode_failed(error.with_reason("RESERVE_TIMEOUT"), out);
+            }
+            Stage::Reserving { queued: true } | Stage::Prefilling(Prefilling::Accepted) => {
+                let message = format!(
+                    "kept the request in its queue for {} ms",
+                    timeouts.queue.as_millis()
+                );
+                let error = Error::new(ErrorKind::Overloaded, message).with_reason("QUEUE_TIMEOUT");
+                if matches!(self.stage, Stage::Reserving { .. }) {
+                    self.decode_failed(error, out);
+                } else {
+                    self.prefill_failed(error, out);
+                }
+            }
+            Stage::Prefilling(Prefilling::Asked) => {
+                let error = silent("gave no answer".to_owned(), timeouts.answer);
+                self.prefill_failed(error.with_reason("PREFILL_TIMEOUT"), out);
+            }
+            Stage::Prefilling(Prefilling::Computing) => {
+                let error = silent("computed no first token".to_owned(), timeouts.prefill)
+                    .with_reason("PREFILL_TIMEOUT");
+                if local {
+                    self.decode_failed(error, out);
+                } else {
+                    self.prefill_failed(error, out);
+                }
+            }
+            Stage::HandingOff => {
+                let error = silent("the handoff made no progress".to_owned(), timeouts.handoff);
+                self.prefill_failed(error.with_reason("HANDOFF_TIMEOUT"), out);
+            }
+            Stage::Decoding => {
+                let error = silent("sent no token".to_owned(), timeouts.stall);
+                self.decode_failed(error.with_reason("DECODE_TIMEOUT"), out);
+            }
+            Stage::Queued | Stage::Placing | Stage::Finished => {}
+        }
+    }
+}
+
+impl Stage {
+    /// What is being waited for, as the end of a sentence.
+    pub fn doing(self) -> &'static str {
+        match self {
+            Self::Queued => "queued",
+            Self::Placing => "being placed",
+            Self::Reserving { queued: false } => "reserving blocks at a decode worker",
+            Self::Reserving { queued: true } => "waiting in a decode worker's queue",
+            Self::Prefilling(Prefilling::Asked) => "asking a prefill worker",
+            Self::Prefilling(Prefilling::Accepted) => "waiting in a prefill worker's queue",
+            Self::Prefilling(Prefilling::Computing) => "computing the prompt",
+            Self::HandingOff => "handing over to the decode worker",
+            Self::Decoding => "decoding",
+            Self::Finished => "finished",
+        }
+    }
+}

@@ -1,0 +1,127 @@
+//! Starting and stopping a router: the owner of every task.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use baton_membership::Membership;
+use baton_observability::{Registry, RouterMetrics};
+use baton_proto::{Error, ErrorKind, transport};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinSet;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+
+use crate::admission::Admission;
+use crate::auth::Keys;
+use crate::config::RouterConfig;
+use crate::frontend::{Frontend, Shared};
+use crate::placement::LeastTokens;
+use crate::placement::prefix_index::PrefixIndex;
+use crate::workers::{Follower, Workers};
+
+/// A running router. Dropping it aborts what it owns; [`Router::stop`] joins it.
+pub struct Router {
+    shared: Arc<Shared>,
+    follower: JoinSet<()>,
+    stop_following: CancellationToken,
+}
+
+impl Router {
+    /// Starts to follow the cluster. Must be called inside a tokio runtime.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] naming the wrong setting.
+    pub fn start(config: RouterConfig, membership: Arc<dyn Membership>) -> Result<Self, Error> {
+        config.validate()?;
+        // A certificate that cannot be read is found now, not at the first worker.
+        config.worker_tls.client()?;
+        let mut registry = Registry::default();
+        let metrics = RouterMetrics::new(&mut registry);
+        metrics.build.set(&[("version", env!("CARGO_PKG_VERSION"))]);
+        let shared = Arc::new(Shared {
+            workers: Arc::new(Workers::default()),
+            policy: Box::new(LeastTokens {
+                local_prefill_tokens_max: config.local_prefill_tokens_max,
+                ..LeastTokens::default()
+            }),
+            admission: Admission::new(&config, metrics.clone()),
+            keys: Keys::new(&config.api_keys),
+            prefixes: Mutex::new(PrefixIndex::new(config.prefix_spans_max)),
+            metrics,
+            registry: Arc::new(registry),
+            requests: TaskTracker::new(),
+            stop: CancellationToken::new(),
+            draining: AtomicBool::new(false),
+            config,
+        });
+        let stop_following = CancellationToken::new();
+        let forget = Arc::clone(&shared);
+        let follow = Follower {
+            workers: Arc::clone(&shared.workers),
+            membership,
+            tls: shared.config.worker_tls.clone(),
+            silence: Duration::from_millis(shared.config.worker_silence_ms),
+            on_gone: Arc::new(move |key| forget.prefixes().remove(key)),
+        };
+        let mut follower = JoinSet::new();
+        follower.spawn(follow.run(stop_following.clone()));
+        Ok(Self {
+            shared,
+            follower,
+            stop_following,
+        })
+    }
+
+    /// The front doors' handle.
+    pub fn frontend(&self) -> Frontend {
+        Frontend::new(Arc::clone(&self.shared))
+    }
+
+    /// Refuses new requests from now on; running ones go on.
+    pub fn drain(&self) {
+        self.shared.draining.store(true, Ordering::Relaxed);
+    }
+
+    /// Ends every running request with `UNAVAILABLE`.
+    pub fn end_requests(&self) {
+        self.shared.stop.cancel();
+    }
+
+    /// Ends every request and joins every task.
+    pub async fn stop(mut self) {
+        self.drain();
+        self.end_requests();
+        self.shared.requests.close();
+        self.shared.requests.wait().await;
+        self.stop_following.cancel();
+        while self.follower.join_next().await.is_some() {}
+    }
+}
+
+/// Runs a router with its gRPC front door until `shutdown`. `ready` gets the bound address.
+///
+/// # Errors
+/// A wrong setting, an address that cannot be bound, or a server that breaks.
+pub async fn serve(
+    config: RouterConfig,
+    membership: Arc<dyn Membership>,
+    shutdown: CancellationToken,
+    ready: oneshot::Sender<SocketAddr>,
+) -> Result<(), Error> {
+    let wanted = config.grpc;
+    let router = Router::start(config, membership)?;
+    let listener = TcpListener::bind(wanted)
+        .await
+        .map_err(|error| transport::bind_error("grpc", &wanted.to_string(), &error))?;
+    let address = listener
+        .local_addr()
+        .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+    // Nobody waiting for the address is fine.
+    let _ = ready.send(address);
+    let served = router.serve_grpc(listener, shutdown).await;
+    router.stop().await;
+    served
+}

@@ -1,0 +1,320 @@
+//! A client's request, checked field by field. Pure.
+//!
+//! Whatever is not offered is refused by name, whatever is wrong is refused with
+//! the value and what is allowed; nothing is ignored or clamped. Text becomes
+//! tokens here too ([`Prompt::encode`]), which may take long and belongs off the
+//! runtime.
+
+use baton_proto::sampling::SamplingParams;
+use baton_proto::work::check_context;
+use baton_proto::{Error, ErrorKind, TokenId, convert, limits, v1};
+use baton_tokenizer::{ChatRequest, EncodeOptions, Tokenizer};
+
+use crate::text::StopRules;
+use crate::workers::ServedModel;
+
+/// What is to be turned into tokens.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Prompt {
+    Text(String),
+    Tokens(Vec<TokenId>),
+    Chat(Box<ChatRequest>),
+}
+
+/// Refuses the fields that are known but not offered.
+///
+/// # Errors
+/// [`ErrorKind::Unsupported`] naming the field.
+pub fn check_supported(request: &v1::GenerateRequest) -> Result<(), Error> {
+    let refused = |field: &str, message: &str| Err(Error::unsupported(field, message));
+    if request.response_format.is_some() {
+        return refused("response_format", "structured output is not supported");
+    }
+    if request.priority != 0 {
+        return refused(
+            "priority",
+            "priorities are not supported, only 0 is accepted",
+        );
+    }
+    if request.slo.is_some() {
+        return refused("slo", "objectives per request are not supported");
+    }
+    if !request.adapter.is_empty() {
+        return refused("adapter", "adapters are not supported");
+    }
+    if request.resume.is_some() {
+        return refused("resume", "resuming a stream is not supported");
+    }
+    Ok(())
+}
+
+/// The stop strings and how they are treated.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] naming `stop`: too many, too long, or empty.
+pub fn stop_rules(request: &v1::GenerateRequest, min_tokens: u32) -> Result<StopRules, Error> {
+    let stop = &request.stop;
+    if stop.len() > limits::STOP_STRINGS_MAX {
+        let message = format!(
+            "{} strings, at most {}",
+            stop.len(),
+            limits::STOP_STRINGS_MAX
+        );
+        return Err(Error::invalid("stop", message));
+    }
+    for text in stop {
+        if text.is_empty() {
+            return Err(Error::invalid("stop", "an empty string is not allowed"));
+        }
+        if text.len() > limits::STOP_STRING_BYTES_MAX {
+            let max = limits::STOP_STRING_BYTES_MAX;
+            let message = format!("a string of {} bytes, at most {max}", text.len());
+            return Err(Error::invalid("stop", message));
+        }
+    }
+    Ok(StopRules {
+        stop: stop.clone(),
+        include_stop: request.include_stop_in_output,
+        min_tokens,
+    })
+}
+
+/// The prompt of a request, not yet tokens.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] naming `prompt` or a message.
+pub fn prompt(request: v1::GenerateRequest, created: i64) -> Result<Prompt, Error> {
+    use v1::generate_request::Prompt as Wire;
+    match request.prompt {
+        None => Err(Error::invalid("prompt", "missing")),
+        Some(Wire::Text(text)) => Ok(Prompt::Text(text)),
+        Some(Wire::TokenIds(tokens)) => Ok(Prompt::Tokens(tokens.ids)),
+        Some(Wire::Chat(chat)) => chat_prompt(&chat, created),
+    }
+}
+
+/// A conversation, not yet rendered.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] naming `messages` or `tools`.
+pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
+    if chat.messages.is_empty() {
+        return Err(Error::invalid("messages", "must not be empty"));
+    }
+    if chat.messages.len() > limits::CHAT_MESSAGES_MAX {
+        let max = limits::CHAT_MESSAGES_MAX;
+        let message = format!("{} messages, at most {max}", chat.messages.len());
+        return Err(Error::invalid("messages", message));
+    }
+    let json = |field: String, text: &str| {
+        serde_json::from_str::<serde_json::Value>(text)
+            .map_err(|error| Error::invalid(field, format!("invalid JSON: {error}")))
+    };
+    let messages = chat
+        .messages
+        .iter()
+        .enumerate()
+        .map(|(index, message)| json(format!("messages[{index}]"), &message.json))
+        .collect::<Result<_, _>>()?;
+    let tools = match chat.tools_json.as_str() {
+        "" => Vec::new(),
+        text => match json("tools".to_owned(), text)? {
+            serde_json::Value::Array(tools) => tools,
+            _ => return Err(Error::invalid("tools", "must be an array")),
+        },
+    };
+    Ok(Prompt::Chat(Box::new(ChatRequest {
+        messages,
+        tools,
+        add_generation_prompt: chat.add_generation_prompt.unwrap_or(true),
+        now: created,
+        ..ChatRequest::default()
+    })))
+}
+
+impl Prompt {
+    /// The prompt's tokens, at least one. CPU bound.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] naming the field; an empty prompt has the reason `EMPTY_PROMPT`.
+    pub fn encode(self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>, Error> {
+        let (field, ids) = match self {
+            Self::Text(text) => {
+                let ids = tokenizer.encode(&text, EncodeOptions::PROMPT);
+                (
+                    "prompt",
+                    ids.map_err(|error| tokenizer_error("prompt", &error))?,
+                )
+            }
+            Self::Tokens(ids) => {
+                if let Some(id) = ids.iter().find(|id| **id >= tokenizer.size()) {
+                    let size = tokenizer.size();
+                    let message = format!("token id {id} is not below the vocabulary's {size}");
+                    return Err(Error::invalid("prompt", message));
+                }
+                ("prompt", ids)
+            }
+            Self::Chat(chat) => {
+                let text = tokenizer
+                    .render_chat(&chat)
+                    .map_err(|error| tokenizer_error("messages", &error))?;
+                let ids = tokenizer.encode(&text, EncodeOptions::RENDERED_CHAT);
+                (
+                    "messages",
+                    ids.map_err(|error| tokenizer_error("messages", &error))?,
+                )
+            }
+        };
+        if ids.is_empty() {
+            let message = "has no tokens, at least one is needed";
+            return Err(Error::invalid(field, message).with_reason("EMPTY_PROMPT"));
+        }
+        Ok(ids)
+    }
+}
+
+/// A tokenizer's error as a client sees it; `field` if it names none.
+pub fn tokenizer_error(field: &str, error: &baton_tokenizer::Error) -> Error {
+    let field = if error.field().is_empty() {
+        field
+    } else {
+        error.field()
+    };
+    Error::new(error.kind(), error.to_string()).with_field(field)
+}
+
+/// Sampling parameters with every default filled in, once the prompt's length is
+/// known: an absent `max_tokens` is what the context leaves.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] naming the field; `CONTEXT_LENGTH_EXCEEDED` names the
+/// context, the prompt's tokens and what was asked for.
+pub fn sampling(
+    wire: Option<&v1::SamplingParams>,
+    prompt_tokens: usize,
+    model: &ServedModel,
+    seed: u64,
+) -> Result<SamplingParams, Error> {
+    let absent = v1::SamplingParams::default();
+    let wire = wire.unwrap_or(&absent);
+    let left = u64::from(model.context_max).saturating_sub(prompt_tokens as u64);
+    // A full context still asks for one token, and is refused for it below.
+    let max_tokens_default = u32::try_from(left).unwrap_or(u32::MAX).max(1);
+    let params = convert::sampling_from_wire(wire, max_tokens_default, seed);
+    params.validate(model.tokenizer.size())?;
+    check_context(prompt_tokens, params.max_tokens, model.context_max)?;
+    Ok(params)
+}
+
+/// The wire's bounds that hold before anything is tokenized, so that a wrong
+/// value is not paid for.
+///
+/// # Errors
+/// As [`sampling`].
+pub fn check_sampling_early(
+    wire: Option<&v1::SamplingParams>,
+    model: &ServedModel,
+) -> Result<(), Error> {
+    sampling(wire, 0, model, 0).map(|_| ())
+}
+
+/// A client's request id, cleaned: letters, digits, `.`, `_` and `-` of its first
+/// 64 characters; `req` if nothing is left.
+pub fn clean_request_id(given: &str) -> String {
+    let clean: String = given
+        .chars()
+        .take(limits::REQUEST_ID_CHARS_MAX)
+        .map(|c| match c {
+            c if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') => c,
+            _ => '-',
+        })
+        .collect();
+    if clean.chars().any(|c| c.is_ascii_alphanumeric()) {
+        clean
+    } else {
+        "req".to_owned()
+    }
+}
+
+/// An error that says which kind a missing tokenizer thread is.
+pub(crate) fn lost_thread(error: &tokio::task::JoinError) -> Error {
+    Error::new(ErrorKind::Internal, format!("tokenize: {error}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn unsupported(change: impl FnOnce(&mut v1::GenerateRequest)) -> String {
+        let mut request = v1::GenerateRequest::default();
+        change(&mut request);
+        let error = check_supported(&request).unwrap_err();
+        assert_eq!(error.kind, ErrorKind::Unsupported);
+        error.field
+    }
+
+    #[test]
+    fn what_is_not_offered_is_refused_by_name() {
+        check_supported(&v1::GenerateRequest::default()).unwrap();
+        assert_eq!(
+            unsupported(|r| r.response_format = Some(v1::ResponseFormat::default())),
+            "response_format"
+        );
+        assert_eq!(unsupported(|r| r.priority = 1), "priority");
+        assert_eq!(unsupported(|r| r.slo = Some(v1::Slo::default())), "slo");
+        assert_eq!(unsupported(|r| r.adapter = "a".into()), "adapter");
+        assert_eq!(
+            unsupported(|r| r.resume = Some(v1::Resume::default())),
+            "resume"
+        );
+    }
+
+    fn stop_error(stop: Vec<String>) -> String {
+        let request = v1::GenerateRequest {
+            stop,
+            ..v1::GenerateRequest::default()
+        };
+        let error = stop_rules(&request, 0).unwrap_err();
+        assert_eq!(error.field, "stop");
+        error.message
+    }
+
+    #[test]
+    fn stop_strings_are_bounded() {
+        assert!(stop_error(vec!["a".into(); 17]).contains("17"));
+        assert!(stop_error(vec![String::new()]).contains("empty"));
+        assert!(stop_error(vec!["x".repeat(1025)]).contains("1025"));
+    }
+
+    #[test]
+    fn prompts_of_the_wrong_shape_are_named() {
+        let chat = |messages: &[&str], tools: &str| v1::Chat {
+            messages: messages
+                .iter()
+                .map(|json| v1::ChatMessage {
+                    json: (*json).to_owned(),
+                })
+                .collect(),
+            tools_json: tools.to_owned(),
+            ..v1::Chat::default()
+        };
+        let field = |chat: v1::Chat| chat_prompt(&chat, 0).unwrap_err().field;
+        assert_eq!(field(chat(&[], "")), "messages");
+        assert_eq!(field(chat(&["{}", "{"], "")), "messages[1]");
+        assert_eq!(field(chat(&["{}"], "{}")), "tools");
+        assert_eq!(field(chat(&["{}"], "[")), "tools");
+        assert_eq!(
+            prompt(v1::GenerateRequest::default(), 0).unwrap_err().field,
+            "prompt"
+        );
+    }
+
+    #[test]
+    fn request_ids_are_cleaned_and_cut() {
+        assert_eq!(clean_request_id("abc-1.2_X"), "abc-1.2_X");
+        assert_eq!(clean_request_id("a b\n\u{e9}/"), "a-b---");
+        assert_eq!(clean_request_id(""), "req");
+        assert_eq!(clean_request_id("\u{1f642}"), "req");
+        assert_eq!(clean_request_id(&"x".repeat(4096)).len(), 64);
+    }
+}

@@ -1,0 +1,282 @@
+//! The workers this router knows, how they fare, and the models they serve.
+//!
+//! Membership says who exists; each worker's own watch stream says whether it
+//! lives and how busy it is ([`follow`]). A worker whose stream ends is out of
+//! rotation at once; one that falls silent or cannot be reached is lost, and the
+//! requests on it are told. Placement decides nothing here.
+
+mod follow;
+mod models;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+
+use baton_membership::{Role, WorkerRecord, WorkerState};
+use baton_observability::labels::{MemberState, PoolRole};
+use baton_observability::{Readiness, RouterMetrics};
+use baton_proto::model_card::ModelCard;
+use baton_proto::protocol::ProtocolVersion;
+use baton_proto::{Error, ErrorKind, v1};
+use baton_tokenizer::Tokenizer;
+use tokio::sync::watch;
+use tonic::transport::Channel;
+
+pub use follow::Follower;
+pub use models::ServedModel;
+
+use crate::placement::{Candidate, WorkerKey};
+
+/// What this router's own connection to a worker says.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Link {
+    /// Not heard of yet.
+    New,
+    Up,
+    /// The stream ended; it may be back in a moment.
+    Broken,
+    /// Silent, unreachable, or another life is at its address.
+    Lost,
+}
+
+/// What a worker said last.
+#[derive(Clone, Debug)]
+pub struct Live {
+    pub link: Link,
+    /// The worker takes work by its own word.
+    pub ready: bool,
+    pub load: v1::Load,
+    /// Why it is broken or lost.
+    pub reason: String,
+}
+
+/// One life of one worker.
+pub struct Worker {
+    pub key: WorkerKey,
+    pub role: Role,
+    pub protocol: ProtocolVersion,
+    pub card: Arc<ModelCard>,
+    /// Its address, for messages.
+    pub control: String,
+    pub channel: Channel,
+    listed_ready: AtomicBool,
+    listed_draining: AtomicBool,
+    live: watch::Sender<Live>,
+    placed_requests: AtomicU32,
+    placed_tokens: AtomicU32,
+}
+
+impl Worker {
+    fn new(record: &WorkerRecord, channel: Channel) -> Self {
+        let live = Live {
+            link: Link::New,
+            ready: false,
+            load: v1::Load::default(),
+            reason: String::new(),
+        };
+        let worker = Self {
+            key: WorkerKey::new(record.id.clone(), record.epoch),
+            role: record.role,
+            protocol: record.protocol,
+            card: Arc::new(record.card.clone()),
+            control: record.control.clone(),
+            channel,
+            listed_ready: AtomicBool::new(false),
+            listed_draining: AtomicBool::new(false),
+            live: watch::Sender::new(live),
+            placed_requests: AtomicU32::new(0),
+            placed_tokens: AtomicU32::new(0),
+        };
+        worker.list(record.state);
+        worker
+    }
+
+    fn list(&self, state: WorkerState) {
+        self.listed_ready
+            .store(state == WorkerState::Ready, Ordering::Relaxed);
+        self.listed_draining
+            .store(state == WorkerState::Draining, Ordering::Relaxed);
+    }
+
+    /// Whether it may be given new work.
+    pub fn is_ready(&self) -> bool {
+        let live = self.live.borrow();
+        self.listed_ready.load(Ordering::Relaxed) && live.link == Link::Up && live.ready
+    }
+
+    fn state(&self) -> MemberState {
+        if self.is_ready() {
+            return MemberState::Ready;
+        }
+        match self.live.borrow().link {
+            Link::Lost | Link::Broken => MemberState::Lost,
+            _ if self.listed_draining.load(Ordering::Relaxed) => MemberState::Draining,
+            Link::Up if self.listed_ready.load(Ordering::Relaxed) => MemberState::Draining,
+            Link::New | Link::Up => MemberState::Starting,
+        }
+    }
+
+    /// Resolves when the worker is lost, with the reason. Cancel safe.
+    pub async fn lost(&self) -> Error {
+        let mut live = self.live.subscribe();
+        let reason = match live.wait_for(|live| live.link == Link::Lost).await {
+            Ok(live) => live.reason.clone(),
+            Err(_) => "the router stopped following it".to_owned(),
+        };
+        Error::new(ErrorKind::Unavailable, reason).with_reason("WORKER_LOST")
+    }
+
+    /// What placement sees of it.
+    pub fn candidate(&self, cached_tokens: u32) -> Candidate {
+        let live = self.live.borrow();
+        let reported = live
+            .load
+            .requests_running
+            .saturating_add(live.load.requests_waiting);
+        Candidate {
+            key: self.key.clone(),
+            role: self.role,
+            protocol: self.protocol,
+            card: Arc::clone(&self.card),
+            // What was just sent there is not in its report yet, and what other
+            // routers sent is not in our count.
+            requests: reported.max(self.placed_requests.load(Ordering::Relaxed)),
+            tokens_waiting: live
+                .load
+                .prefill_tokens_waiting
+                .max(self.placed_tokens.load(Ordering::Relaxed)),
+            cached_tokens,
+        }
+    }
+
+    /// Counts a request as sent there until the guard is dropped.
+    pub fn place(self: &Arc<Self>, tokens: u32) -> Placed {
+        self.placed_requests.fetch_add(1, Ordering::Relaxed);
+        self.placed_tokens.fetch_add(tokens, Ordering::Relaxed);
+        Placed {
+            worker: Arc::clone(self),
+            tokens,
+        }
+    }
+}
+
+/// A request at a worker, as this router counts it.
+pub struct Placed {
+    worker: Arc<Worker>,
+    tokens: u32,
+}
+
+impl Placed {
+    /// The prompt is computed.
+    pub fn prefilled(&mut self) {
+        let tokens = std::mem::take(&mut self.tokens);
+        self.worker
+            .placed_tokens
+            .fetch_sub(tokens, Ordering::Relaxed);
+    }
+}
+
+impl Drop for Placed {
+    fn drop(&mut self) {
+        self.prefilled();
+        self.worker.placed_requests.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// All workers and tokenizers. Shared; written by [`Follower`] alone.
+#[derive(Default)]
+pub struct Workers {
+    current: RwLock<BTreeMap<WorkerKey, Arc<Worker>>>,
+    tokenizers: Mutex<HashMap<String, Arc<Tokenizer>>>,
+    /// Held by whoever fetches the tokenizer of a hash, so that it is fetched once.
+    fetching: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
+    stale: AtomicBool,
+}
+
+impl Workers {
+    fn current(&self) -> std::sync::RwLockReadGuard<'_, BTreeMap<WorkerKey, Arc<Worker>>> {
+        self.current.read().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The worker of this life, if it is still listed.
+    pub fn get(&self, key: &WorkerKey) -> Option<Arc<Worker>> {
+        self.current().get(key).cloned()
+    }
+
+    /// The workers of one model revision that take work.
+    pub fn ready_of(&self, card: &ModelCard) -> Vec<Arc<Worker>> {
+        self.current()
+            .values()
+            .filter(|worker| worker.card.revision == card.revision && worker.is_ready())
+            .cloned()
+            .collect()
+    }
+
+    fn tokenizer_by_hash(&self, hash: &str) -> Option<Arc<Tokenizer>> {
+        let tokenizers = self
+            .tokenizers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        tokenizers.get(hash).cloned()
+    }
+
+    fn fetch_lock(&self, hash: &str) -> Arc<tokio::sync::Mutex<()>> {
+        let mut fetching = self.fetching.lock().unwrap_or_else(PoisonError::into_inner);
+        Arc::clone(fetching.entry(hash.to_owned()).or_default())
+    }
+
+    fn keep_tokenizer(&self, hash: &str, tokenizer: Arc<Tokenizer>) {
+        let used: Vec<String> = self
+            .current()
+            .values()
+            .map(|worker| worker.card.tokenizer_hash.clone())
+            .collect();
+        let mut tokenizers = self
+            .tokenizers
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        // Those of models that left make room.
+        tokenizers.retain(|known, _| used.contains(known));
+        tokenizers.insert(hash.to_owned(), tokenizer);
+    }
+
+    /// Whether any model can be served.
+    pub fn readiness(&self) -> Readiness {
+        let current = self.current();
+        if current.is_empty() {
+            return Readiness::not_ready("no worker");
+        }
+        let mut decoders = current.values().filter(|worker| worker.role.decodes());
+        if decoders.any(|worker| {
+            worker.is_ready()
+                && self
+                    .tokenizer_by_hash(&worker.card.tokenizer_hash)
+                    .is_some()
+        }) {
+            Readiness::Ready
+        } else {
+            Readiness::not_ready("no decode worker")
+        }
+    }
+
+    /// Brings the gauges up to date, before a scrape.
+    pub fn publish(&self, metrics: &RouterMetrics) {
+        let mut counts: HashMap<(PoolRole, MemberState), i64> = HashMap::new();
+        for worker in self.current().values() {
+            let role = match worker.role {
+                Role::Prefill => PoolRole::Prefill,
+                Role::Decode => PoolRole::Decode,
+                Role::Mixed => PoolRole::Mixed,
+            };
+            *counts.entry((role, worker.state())).or_default() += 1;
+        }
+        for role in PoolRole::ALL {
+            for state in MemberState::ALL {
+                let count = counts.get(&(*role, *state)).copied().unwrap_or(0);
+                metrics.pool_members.get((*role, *state)).set(count);
+            }
+        }
+        let stale = self.stale.load(Ordering::Relaxed);
+        metrics.membership_stale.set(i64::from(stale));
+    }
+}

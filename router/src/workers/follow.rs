@@ -1,0 +1,338 @@
+//! Keeps [`Workers`] up to date: one task follows membership, one task per worker
+//! follows that worker.
+//!
+//! A worker's task holds its watch stream: every word brings its load, an end puts
+//! it out of rotation, silence or a refused connection makes it lost. It comes
+//! back with a growing pause. Beside it the tokenizer is fetched, once per
+//! tokenizer hash.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, PoisonError};
+use std::time::Duration;
+
+use baton_membership::{Membership, View, WorkerRecord};
+use baton_proto::status::from_status;
+use baton_proto::tokenizer_spec::TokenizerSpec;
+use baton_proto::transport::{self, TlsSettings};
+use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
+use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
+use baton_proto::{Error, ErrorKind, limits, v1};
+use baton_tokenizer::Tokenizer;
+use tokio::sync::watch;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio_util::sync::CancellationToken;
+use tonic::Streaming;
+
+use super::{Link, Worker, Workers};
+use crate::placement::WorkerKey;
+
+/// Bytes of a tokenizer specification's JSON; the largest known vocabularies
+/// (260 000 entries with merges) take about 40 MiB.
+const TOKENIZER_BYTES_MAX: usize = 256 << 20;
+/// Fetching and building one tokenizer.
+const TOKENIZER_TIMEOUT: Duration = Duration::from_secs(60);
+/// The pause before a broken stream is opened again: doubles from the first to the last.
+const PAUSE_FIRST: Duration = Duration::from_millis(50);
+const PAUSE_LAST: Duration = Duration::from_secs(2);
+
+/// What the tasks need.
+pub struct Follower {
+    pub workers: Arc<Workers>,
+    pub membership: Arc<dyn Membership>,
+    pub tls: TlsSettings,
+    pub silence: Duration,
+    /// Told of each worker that left or was lost.
+    pub on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
+}
+
+impl Follower {
+    /// Follows until `stop`; then every worker's task has ended.
+    pub async fn run(self, stop: CancellationToken) {
+        let mut view = self.membership.watch();
+        let mut tasks: JoinSet<()> = JoinSet::new();
+        let mut handles: HashMap<WorkerKey, AbortHandle> = HashMap::new();
+        loop {
+            let latest = Arc::clone(&view.borrow_and_update());
+            self.apply(&latest, &mut tasks, &mut handles);
+            tokio::select! {
+                biased;
+                () = stop.cancelled() => break,
+                changed = view.changed() => if changed.is_err() { break },
+                Some(_) = tasks.join_next() => {}
+            }
+        }
+        // Membership going away leaves the last view in place, but a stop ends all.
+        if !stop.is_cancelled() {
+            tracing::warn!("membership ended, serving on the last view");
+            stop.cancelled().await;
+        }
+        tasks.shutdown().await;
+    }
+
+    fn apply(
+        &self,
+        view: &View,
+        tasks: &mut JoinSet<()>,
+        handles: &mut HashMap<WorkerKey, AbortHandle>,
+    ) {
+        self.workers
+            .stale
+            .store(view.stale_since.is_some(), Ordering::Relaxed);
+        let mut next: BTreeMap<WorkerKey, Arc<Worker>> = BTreeMap::new();
+        for record in view.workers.values() {
+            let key = WorkerKey::new(record.id.clone(), record.epoch);
+            let known = self.workers.get(&key);
+            if let Some(known) = known.filter(|known| known.control == record.control) {
+                known.list(record.state);
+                next.insert(key, known);
+                continue;
+            }
+            match self.connect(record) {
+                Ok(worker) => {
+                    tracing::info!(worker = %record.id, epoch = %record.epoch, role = %record.role,
+                        address = record.control, model = record.card.name, "worker joined");
+                    let worker = Arc::new(worker);
+                    let handle = tasks.spawn(follow(
+                        Arc::clone(&worker),
+                        Arc::clone(&self.workers),
+                        self.silence,
+                        Arc::clone(&self.on_gone),
+                    ));
+                    if let Some(old) = handles.insert(key.clone(), handle) {
+                        old.abort();
+                    }
+                    next.insert(key, worker);
+                }
+                Err(error) => {
+                    tracing::error!(worker = %record.id, address = record.control, %error,
+                        "skip a worker that cannot be addressed");
+                }
+            }
+        }
+        let mut current = self
+            .workers
+            .current
+            .write()
+            .unwrap_or_else(PoisonError::into_inner);
+        let before = std::mem::replace(&mut *current, next);
+        for (key, worker) in before {
+            if current
+                .get(&key)
+                .is_some_and(|now| Arc::ptr_eq(now, &worker))
+            {
+                continue;
+            }
+            tracing::info!(worker = %key.id, epoch = %key.epoch(), "worker left");
+            if !current.contains_key(&key)
+                && let Some(handle) = handles.remove(&key)
+            {
+                handle.abort();
+            }
+            // The same id in another life: this one is dead, whatever its streams say.
+            if current.keys().any(|other| other.id == key.id) {
+                lose(&worker, "replaced by a newer life of the same worker");
+            }
+            (self.on_gone)(&key);
+        }
+    }
+
+    fn connect(&self, record: &WorkerRecord) -> Result<Worker, Error> {
+        let channel = transport::channel(&record.control, &self.tls)?;
+        Ok(Worker::new(record, channel))
+    }
+}
+
+fn lose(worker: &Worker, reason: &str) {
+    worker.live.send_if_modified(|live| {
+        let news = live.link != Link::Lost;
+        live.link = Link::Lost;
+        live.ready = false;
+        live.reason = reason.to_owned();
+        news
+    });
+}
+
+async fn follow(
+    worker: Arc<Worker>,
+    workers: Arc<Workers>,
+    silence: Duration,
+    on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
+) {
+    tokio::join!(
+        follow_load(&worker, silence, &*on_gone),
+        fetch_tokenizer(&worker, &workers)
+    );
+}
+
+/// Why a watch stream is over.
+enum End {
+    /// It ended; the worker may be there.
+    Broken(String),
+    Lost(String),
+}
+
+async fn follow_load(worker: &Worker, silence: Duration, on_gone: &(dyn Fn(&WorkerKey) + Sync)) {
+    let mut pause = PAUSE_FIRST;
+    loop {
+        let (heard, end) = follow_once(worker, silence).await;
+        if heard {
+            pause = PAUSE_FIRST;
+        }
+        match end {
+            End::Broken(reason) => {
+                tracing::info!(worker = %worker.key.id, reason, "watch stream ended");
+                worker.live.send_modify(|live| {
+                    live.link = Link::Broken;
+                    live.ready = false;
+                    live.reason = reason;
+                });
+            }
+            End::Lost(reason) => {
+                if worker.live.borrow().link != Link::Lost {
+                    tracing::warn!(worker = %worker.key.id, address = worker.control, reason,
+                        "worker lost");
+                    on_gone(&worker.key);
+                }
+                lose(worker, &reason);
+            }
+        }
+        tokio::time::sleep(pause).await;
+        pause = (pause * 2).min(PAUSE_LAST);
+    }
+}
+
+/// One watch stream, from call to end; and whether anything was heard.
+async fn follow_once(worker: &Worker, silence: Duration) -> (bool, End) {
+    let silent = || format!("not a word for {} ms", silence.as_millis());
+    let opened = match tokio::time::timeout(silence, open_watch(worker)).await {
+        Err(_) => return (false, End::Lost(silent())),
+        Ok(Err(error)) => return (false, End::Lost(error.message)),
+        Ok(Ok(stream)) => stream,
+    };
+    let mut stream = opened;
+    let mut heard = false;
+    loop {
+        match tokio::time::timeout(silence, stream.message()).await {
+            Err(_) => return (heard, End::Lost(silent())),
+            Ok(Err(status)) => return (heard, End::Broken(from_status(&status).message)),
+            Ok(Ok(None)) => return (heard, End::Broken("it closed its watch stream".to_owned())),
+            Ok(Ok(Some(event))) => {
+                if event.epoch != worker.key.epoch().0 {
+                    let reason = "another life of it answers at its address".to_owned();
+                    return (heard, End::Lost(reason));
+                }
+                heard = true;
+                worker.live.send_modify(|live| {
+                    live.link = Link::Up;
+                    live.ready = event.state == "ready";
+                    live.load = event.load.unwrap_or_default();
+                });
+            }
+        }
+    }
+}
+
+async fn open_watch(worker: &Worker) -> Result<Streaming<v1::WatchEvent>, Error> {
+    let channel = worker.channel.clone();
+    let response = if worker.role.prefills() {
+        PrefillWorkerClient::new(channel)
+            .watch(v1::WatchRequest {})
+            .await
+    } else {
+        DecodeWorkerClient::new(channel)
+            .watch(v1::WatchRequest {})
+            .await
+    };
+    response
+        .map(tonic::Response::into_inner)
+        .map_err(|status| from_status(&status))
+}
+
+async fn fetch_tokenizer(worker: &Worker, workers: &Workers) {
+    let hash = &worker.card.tokenizer_hash;
+    let mut live: watch::Receiver<super::Live> = worker.live.subscribe();
+    let mut pause = PAUSE_FIRST;
+    loop {
+        if live.wait_for(|live| live.link == Link::Up).await.is_err() {
+            return;
+        }
+        let lock = workers.fetch_lock(hash);
+        let fetching = lock.lock().await;
+        if workers.tokenizer_by_hash(hash).is_some() {
+            return;
+        }
+        let loaded = tokio::time::timeout(TOKENIZER_TIMEOUT, load_tokenizer(worker)).await;
+        let loaded = loaded.unwrap_or_else(|_| {
+            let message = format!("took longer than {} ms", TOKENIZER_TIMEOUT.as_millis());
+            Err(Error::new(ErrorKind::Unavailable, message))
+        });
+        match loaded {
+            Ok(tokenizer) => {
+                if let Some(error) = tokenizer.chat_template_error() {
+                    tracing::warn!(model = worker.card.name, %error, "chat is not available");
+                }
+                workers.keep_tokenizer(hash, Arc::new(tokenizer));
+                drop(fetching);
+                tracing::info!(model = worker.card.name, hash, "tokenizer loaded");
+                return;
+            }
+            Err(error) => {
+                tracing::error!(worker = %worker.key.id, model = worker.card.name, %error,
+                    "load tokenizer");
+                drop(fetching);
+                tokio::time::sleep(pause).await;
+                pause = (pause * 2).min(PAUSE_LAST);
+            }
+        }
+    }
+}
+
+async fn load_tokenizer(worker: &Worker) -> Result<Tokenizer, Error> {
+    let channel = worker.channel.clone();
+    let request = v1::TokenizerSpecRequest {};
+    let response = if worker.role.prefills() {
+        PrefillWorkerClient::new(channel)
+            .max_decoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX)
+            .tokenizer_spec(request)
+            .await
+    } else {
+        DecodeWorkerClient::new(channel)
+            .max_decoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX)
+            .tokenizer_spec(request)
+            .await
+    };
+    let mut stream = response
+        .map_err(|status| from_status(&status))?
+        .into_inner();
+    let mut json = Vec::new();
+    while let Some(chunk) = stream
+        .message()
+        .await
+        .map_err(|status| from_status(&status))?
+    {
+        if json.len() + chunk.data.len() > TOKENIZER_BYTES_MAX {
+            let message = format!("tokenizer is larger than {TOKENIZER_BYTES_MAX} bytes");
+            return Err(Error::new(ErrorKind::TooLarge, message));
+        }
+        json.extend_from_slice(&chunk.data);
+    }
+    let wanted = worker.card.tokenizer_hash.clone();
+    tokio::task::spawn_blocking(move || build_tokenizer(&json, &wanted))
+        .await
+        .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?
+}
+
+fn build_tokenizer(json: &[u8], wanted: &str) -> Result<Tokenizer, Error> {
+    let hash = blake3::hash(json).to_hex();
+    if hash.as_str() != wanted {
+        return Err(Error::new(
+            ErrorKind::Invalid,
+            format!("the worker's card names tokenizer `{wanted}`, it sent `{hash}`"),
+        )
+        .with_field("tokenizer_hash"));
+    }
+    let spec: TokenizerSpec = serde_json::from_slice(json)
+        .map_err(|error| Error::invalid("tokenizer_spec", error.to_string()))?;
+    Tokenizer::from_spec(&spec).map_err(|error| Error::new(error.kind(), error.to_string()))
+}
