@@ -261,11 +261,9 @@ impl<'a> Call<'a> {
     }
 
     fn item(&self, index: usize) -> Item<'a> {
-        let (block, rest) = (
-            index / (self.params.kv_heads * self.parts),
-            index % (self.params.kv_heads * self.parts),
-        );
-        let (kv_head, part) = (rest / self.parts, rest % self.parts);
+        // Heads outermost: in prefill consecutive items read the same K and V, which stay in the L2 cache.
+        let (head, block) = (index / self.blocks.len(), index % self.blocks.len());
+        let (kv_head, part) = (head / self.parts, head % self.parts);
         let (first_row, count) = self.blocks[block];
         let rows = &self.rows[first_row..first_row + count];
         let first_head = part * self.part_heads;

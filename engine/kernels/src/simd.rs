@@ -30,6 +30,8 @@ pub(crate) use scalar::Scalar;
 /// when `Kernels` was made), and pointers are valid for what is read or written: 16 elements unless said otherwise, at
 /// any alignment.
 pub(crate) trait Simd: Copy {
+    /// Attention queries whose accumulators the registers hold.
+    const QUERIES: usize;
     /// 16 f32.
     type F: Copy;
     /// 16 i32.

@@ -50,13 +50,25 @@ macro_rules! over_queries {
         let count = $count;
         let mut $at = 0;
         while $at < count {
-            match count - $at {
-                8.. => { $f::<$s, $e, 8 $(, $more)*>($($args),*); $at += 8; }
-                6.. => { $f::<$s, $e, 6 $(, $more)*>($($args),*); $at += 6; }
-                4.. => { $f::<$s, $e, 4 $(, $more)*>($($args),*); $at += 4; }
-                3 => { $f::<$s, $e, 3 $(, $more)*>($($args),*); $at += 3; }
-                2 => { $f::<$s, $e, 2 $(, $more)*>($($args),*); $at += 2; }
-                _ => { $f::<$s, $e, 1 $(, $more)*>($($args),*); $at += 1; }
+            let left = count - $at;
+            if const { <$s>::QUERIES >= 8 } && left >= 8 {
+                $f::<$s, $e, 8 $(, $more)*>($($args),*);
+                $at += 8;
+            } else if const { <$s>::QUERIES >= 6 } && left >= 6 {
+                $f::<$s, $e, 6 $(, $more)*>($($args),*);
+                $at += 6;
+            } else if const { <$s>::QUERIES >= 4 } && left >= 4 {
+                $f::<$s, $e, 4 $(, $more)*>($($args),*);
+                $at += 4;
+            } else if const { <$s>::QUERIES >= 3 } && left >= 3 {
+                $f::<$s, $e, 3 $(, $more)*>($($args),*);
+                $at += 3;
+            } else if const { <$s>::QUERIES >= 2 } && left >= 2 {
+                $f::<$s, $e, 2 $(, $more)*>($($args),*);
+                $at += 2;
+            } else {
+                $f::<$s, $e, 1 $(, $more)*>($($args),*);
+                $at += 1;
             }
         }
     }};
@@ -133,13 +145,13 @@ impl<E: Element> Tile<'_, E> {
         // SAFETY: every span holds a visible position, so its block is readable in full, and scores of 16 positions
         // per span fit the tile's `KV_TILE` scores per query.
         unsafe {
-            while span + 4 <= spans.end && queries <= 3 {
+            while const { S::QUERIES >= 8 } && span + 4 <= spans.end && queries <= 3 {
                 let k: [*const u8; 4] = std::array::from_fn(|i| self.span((span + i) * KV_SPAN));
                 over_queries!(queries, at => score_spans::<S, E, _, 4>(
                     k, q.add(at), queries, &params, scores.add(at * KV_TILE + span * KV_SPAN)));
                 span += 4;
             }
-            while span + 2 <= spans.end && queries <= 6 {
+            while const { S::QUERIES >= 3 } && span + 2 <= spans.end && queries <= 6 {
                 let k: [*const u8; 2] = std::array::from_fn(|i| self.span((span + i) * KV_SPAN));
                 over_queries!(queries, at => score_spans::<S, E, _, 2>(
                     k, q.add(at), queries, &params, scores.add(at * KV_TILE + span * KV_SPAN)));
@@ -255,10 +267,14 @@ impl<E: Element> Tile<'_, E> {
                 let mut d = 0;
                 while d < dim {
                     let (v, acc) = (v.add(d * E::BYTES), acc.add(d));
-                    if dim - d >= 4 * LANES {
+                    if const { S::QUERIES >= 8 } && queries < 8 && dim - d >= 4 * LANES {
                         over_queries!(queries, at => add_values::<S, E, _, 4>(
                             v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 4 * LANES;
+                    } else if const { S::QUERIES >= 3 } && dim - d >= 2 * LANES {
+                        over_queries!(queries, at => add_values::<S, E, _, 2>(
+                            v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
+                        d += 2 * LANES;
                     } else {
                         over_queries!(queries, at => add_values::<S, E, _, 1>(
                             v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));

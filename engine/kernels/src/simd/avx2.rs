@@ -25,6 +25,7 @@ macro_rules! both {
 }
 
 impl Simd for Avx2 {
+    const QUERIES: usize = 3;
     type F = [__m256; 2];
     type I = [__m256i; 2];
     type B = [__m256i; 2];

@@ -12,6 +12,7 @@ use super::Simd;
 pub(crate) struct Avx512;
 
 impl Simd for Avx512 {
+    const QUERIES: usize = 8;
     type F = __m512;
     type I = __m512i;
     type B = __m512i;

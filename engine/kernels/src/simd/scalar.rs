@@ -14,6 +14,7 @@ fn map<T: Copy, U>(a: [T; LANES], b: [T; LANES], f: impl Fn(T, T) -> U) -> [U; L
 }
 
 impl Simd for Scalar {
+    const QUERIES: usize = 1;
     type F = [f32; LANES];
     type I = [i32; LANES];
     type B = [u8; 64];

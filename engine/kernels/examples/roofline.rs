@@ -1,0 +1,331 @@
+//! How close the kernels come to the limits of this machine, measured in the same run.
+//!
+//! `cargo run --release -p baton-kernels --example roofline [isa] [threads] [kernel]`. Prints, per kernel and shape, the best of
+//! several rounds as time, rate and share of a limit: bytes of weights or KV read against a plain read of memory that
+//! size, or integer (float) operations against a loop of nothing but dot products (fused multiply-adds). It checks no
+//! results; the tests do.
+#![allow(unsafe_code)]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use baton_kernels::{
+    Activation, AttentionParams, AttentionRow, Isa, Kernels, KvDtype, KvShape, KvView,
+    MatrixSource, PackedMatrix, Scratch, WeightType,
+};
+
+/// Best time of a call over about this long.
+const BUDGET: Duration = Duration::from_millis(150);
+
+fn best(mut call: impl FnMut()) -> f64 {
+    call();
+    let start = Instant::now();
+    let mut best = f64::MAX;
+    while start.elapsed() < BUDGET {
+        let t = Instant::now();
+        call();
+        best = best.min(t.elapsed().as_secs_f64());
+    }
+    best
+}
+
+/// Runs a closure on `threads` threads and returns the time of the slowest, best of five.
+fn threaded(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
+    let mut best = f64::MAX;
+    for _ in 0..5 {
+        let barrier = std::sync::Barrier::new(threads);
+        let worst = std::thread::scope(|scope| {
+            let handles: Vec<_> = (0..threads)
+                .map(|i| {
+                    let (barrier, work) = (&barrier, &work);
+                    scope.spawn(move || {
+                        barrier.wait();
+                        let t = Instant::now();
+                        work(i);
+                        t.elapsed().as_secs_f64()
+                    })
+                })
+                .collect();
+            handles
+                .into_iter()
+                .map(|h| h.join().expect("no panic"))
+                .fold(0.0, f64::max)
+        });
+        best = best.min(worst);
+    }
+    best
+}
+
+#[cfg(target_arch = "x86_64")]
+mod peak {
+    use std::arch::x86_64::*;
+    use std::hint::black_box;
+
+    const ROUNDS: usize = 2_000_000;
+    const CHAINS: usize = 12;
+
+    /// Operations (2 per multiply-add) done by one call.
+    pub const INT8_OPS: f64 = (ROUNDS * CHAINS * 128) as f64;
+    pub const F32_OPS: f64 = (ROUNDS * CHAINS * 32) as f64;
+
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub fn int8() {
+        let mut acc = [_mm512_set1_epi32(0); CHAINS];
+        let (a, b) = (
+            black_box(_mm512_set1_epi8(3)),
+            black_box(_mm512_set1_epi8(5)),
+        );
+        for _ in 0..ROUNDS {
+            for acc in &mut acc {
+                *acc = _mm512_dpbusd_epi32(*acc, a, b);
+            }
+        }
+        black_box(acc);
+    }
+
+    #[target_feature(enable = "avx512f")]
+    pub fn f32() {
+        let mut acc = [_mm512_set1_ps(0.0); CHAINS];
+        let (a, b) = (
+            black_box(_mm512_set1_ps(0.5)),
+            black_box(_mm512_set1_ps(1e-3)),
+        );
+        for _ in 0..ROUNDS {
+            for acc in &mut acc {
+                *acc = _mm512_fmadd_ps(*acc, a, b);
+            }
+        }
+        black_box(acc);
+    }
+}
+
+/// G operations per second of int8 dot products and f32 multiply-adds; 0 where this machine has no AVX-512.
+fn peaks(threads: usize) -> (f64, f64) {
+    #[cfg(target_arch = "x86_64")]
+    if Isa::Avx512.is_available() {
+        // SAFETY: the instruction set is there.
+        let int8 = threaded(threads, |_| unsafe { peak::int8() });
+        // SAFETY: as above.
+        let f32 = threaded(threads, |_| unsafe { peak::f32() });
+        return (
+            threads as f64 * peak::INT8_OPS / int8 / 1e9,
+            threads as f64 * peak::F32_OPS / f32 / 1e9,
+        );
+    }
+    let _ = threads;
+    (0.0, 0.0)
+}
+
+/// GB/s of reading `bytes` of memory once, split over the threads.
+fn read_bandwidth(threads: usize, bytes: usize) -> f64 {
+    let memory = vec![1u64; bytes / 8];
+    let part = memory.len() / threads;
+    let passes = (256 << 20) / bytes + 1;
+    let seconds = threaded(threads, |i| {
+        for _ in 0..passes {
+            let mut sums = [0u64; 32];
+            for line in memory[i * part..(i + 1) * part].chunks_exact(32) {
+                for (sum, x) in sums.iter_mut().zip(line) {
+                    *sum ^= x;
+                }
+            }
+            black_box(sums);
+        }
+    });
+    (passes * bytes) as f64 / seconds / 1e9
+}
+
+fn weights(ty: WeightType, rows: usize, cols: usize) -> Vec<u8> {
+    let bytes = ty.matrix_bytes(rows, cols).expect("whole blocks");
+    // Small f16 numbers wherever a scale may lie, arbitrary codes elsewhere.
+    (0..bytes)
+        .map(|i| {
+            if i % 2 == 1 {
+                0x10 | (i >> 7) as u8 & 1
+            } else {
+                (i * 37) as u8
+            }
+        })
+        .collect()
+}
+
+fn main() {
+    let mut args = std::env::args().skip(1);
+    let isa = args.next().map_or(Isa::detect(), |name| {
+        Isa::from_name(&name).expect("an instruction set")
+    });
+    let threads = args
+        .next()
+        .map_or(2, |n| n.parse().expect("a number of threads"));
+    let only = args.next();
+    let only = only.as_deref();
+    let kernels = Kernels::new(isa, threads).expect("kernels");
+    let (int8, f32) = peaks(threads);
+    println!("{isa}, {threads} threads; peak {int8:.0} Gop/s int8, {f32:.0} Gop/s f32");
+    let sizes: Vec<(usize, f64)> = [1 << 20, 8 << 20, 32 << 20, 96 << 20, 256 << 20]
+        .map(|b| (b, read_bandwidth(threads, b)))
+        .to_vec();
+    for (bytes, rate) in &sizes {
+        println!("  read {:4} MiB: {rate:.1} GB/s", bytes >> 20);
+    }
+
+    if only.is_none_or(|name| name == "linear") {
+        linear(&kernels, int8, &sizes);
+    }
+    if only.is_none_or(|name| name == "attention") {
+        attention(&kernels, f32, &sizes);
+    }
+    if only.is_none_or(|name| name == "elementwise") {
+        elementwise(&kernels);
+    }
+}
+
+/// Bandwidth of the smallest measured size that is not smaller.
+fn limit(sizes: &[(usize, f64)], bytes: usize) -> f64 {
+    sizes
+        .iter()
+        .find(|(size, _)| *size >= bytes)
+        .or(sizes.last())
+        .map_or(f64::NAN, |(_, rate)| *rate)
+}
+
+fn linear(kernels: &Kernels, int8: f64, sizes: &[(usize, f64)]) {
+    let mut scratch = Scratch::new();
+    for (ty, rows, cols) in [
+        (WeightType::Q4_1, 960, 576),
+        (WeightType::Q4_1, 576, 576),
+        (WeightType::Q4_1, 3072, 576),
+        (WeightType::Q4_1, 576, 1536),
+        (WeightType::Q8_0, 49152, 576),
+        (WeightType::Q8_0, 262_144, 640),
+        (WeightType::Q5_0, 4096, 640),
+        (WeightType::Q4K, 640, 2048),
+        (WeightType::Q6K, 640, 2048),
+        (WeightType::F16, 3072, 576),
+    ] {
+        let bytes = weights(ty, rows, cols);
+        // Decode reads a whole model, so enough copies of small matrices to leave the L2 caches.
+        let copies = ((24 << 20) / (rows * cols)).clamp(1, 30);
+        let matrices: Vec<PackedMatrix> = (0..copies)
+            .map(|_| {
+                PackedMatrix::pack(&[MatrixSource {
+                    ty,
+                    rows,
+                    cols,
+                    bytes: &bytes,
+                }])
+                .expect("fits")
+            })
+            .collect();
+        let total: usize = matrices.iter().map(PackedMatrix::bytes).sum();
+        for tokens in [1usize, 2, 4, 8, 16, 512] {
+            if tokens > 16 && rows > 10_000 {
+                continue;
+            }
+            let x: Vec<f32> = (0..tokens * cols).map(|i| (i % 17) as f32 - 8.0).collect();
+            let mut out = vec![0.0; tokens * rows];
+            let copies = if tokens == 512 { 1 } else { copies };
+            let seconds = best(|| {
+                for matrix in &matrices[..copies] {
+                    kernels.linear(matrix, &x, tokens, None, &mut out, &mut scratch);
+                }
+            }) / copies as f64;
+            let rate = matrices[0].bytes() as f64 / seconds / 1e9;
+            let ops = 2.0 * (rows * cols * tokens) as f64 / seconds / 1e9;
+            println!(
+                "linear {:5} {rows:6}x{cols:<5} tokens {tokens:3}: {:8.1} us {rate:6.1} GB/s ({:3.0} % of read) {ops:6.0} Gop/s ({:3.0} % of int8)",
+                ty.name(),
+                seconds * 1e6,
+                100.0 * rate / limit(sizes, total),
+                100.0 * ops / int8,
+            );
+        }
+    }
+}
+
+fn attention(kernels: &Kernels, f32: f64, sizes: &[(usize, f64)]) {
+    let mut scratch = Scratch::new();
+    for (heads, kv_heads, head_dim) in [(9, 3, 64), (4, 1, 256), (32, 8, 64)] {
+        for (depth, rows) in [
+            (512usize, 1usize),
+            (2048, 1),
+            (2048, 8),
+            (512, 512),
+            (2048, 512),
+        ] {
+            let block_size = 32;
+            let layers = 8;
+            let shape = KvShape {
+                blocks: depth.div_ceil(block_size) as u32,
+                block_size: block_size as u32,
+                layers,
+                kv_heads: kv_heads as u32,
+                head_dim: head_dim as u32,
+                dtype: KvDtype::F16,
+            };
+            let mut pool =
+                vec![0x3c00_3800_3c00_3400u64; shape.blocks as usize * shape.block_bytes() / 8];
+            // SAFETY: the pool has the size of the shape and is used through the view only.
+            let view = unsafe { KvView::new(pool.as_mut_ptr().cast(), shape) }.expect("a view");
+            let table: Vec<u32> = (0..shape.blocks).collect();
+            // A decode batch is rows of several sequences at one depth, prefill the last rows of one sequence.
+            let prefill = rows > 8;
+            let tables: Vec<Vec<u32>> = (0..rows).map(|_| table.clone()).collect();
+            let queries: Vec<AttentionRow<'_>> = (0..rows)
+                .map(|t| AttentionRow {
+                    table: if prefill { &table } else { &tables[t] },
+                    position: (if prefill { depth - rows + t } else { depth - 1 }) as u32,
+                })
+                .collect();
+            let q: Vec<f32> = (0..rows * heads * head_dim)
+                .map(|i| (i % 13) as f32 * 0.01)
+                .collect();
+            let mut out = vec![0.0; q.len()];
+            let params = AttentionParams {
+                heads,
+                kv_heads,
+                head_dim,
+                q_row_stride: heads * head_dim,
+                scale: 0.125,
+                window: None,
+                soft_cap: None,
+            };
+            let mut layer = 0;
+            let seconds = best(|| {
+                kernels.attention(&view, layer, &queries, &q, &mut out, &params, &mut scratch);
+                layer = (layer + 1) % layers as usize;
+            });
+            let seen: usize = queries.iter().map(|row| row.position as usize + 1).sum();
+            let ops = 4.0 * (seen * heads * head_dim) as f64 / seconds / 1e9;
+            let bytes = if prefill { depth } else { seen } * 2 * kv_heads * head_dim * 2;
+            let rate = bytes as f64 / seconds / 1e9;
+            println!(
+                "attention {heads:2}/{kv_heads} x{head_dim:<3} depth {depth:4} rows {rows:3}: {:8.1} us {rate:5.1} GB/s ({:3.0} % of read) {ops:5.0} Gop/s ({:3.0} % of f32)",
+                seconds * 1e6,
+                100.0 * rate / limit(sizes, pool.len() * 8),
+                100.0 * ops / f32,
+            );
+        }
+    }
+}
+
+fn elementwise(kernels: &Kernels) {
+    for tokens in [1usize, 512] {
+        let (width, ffn) = (576, 1536);
+        let x = vec![0.5f32; tokens * width];
+        let mut out = x.clone();
+        let weight = vec![1.0f32; width];
+        let norm = best(|| kernels.rms_norm(&x, &weight, 1e-5, tokens, &mut out));
+        let gate_up = vec![0.5f32; tokens * 2 * ffn];
+        let mut gated = vec![0.0f32; tokens * ffn];
+        let gate =
+            best(|| kernels.gated_activation(Activation::Silu, &gate_up, tokens, &mut gated));
+        let add = best(|| kernels.add_assign(&mut out, &x));
+        println!(
+            "elementwise tokens {tokens:3}: rms_norm {:.2} us, silu {:.2} us, add {:.2} us",
+            norm * 1e6,
+            gate * 1e6,
+            add * 1e6
+        );
+    }
+}
