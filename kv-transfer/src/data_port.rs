@@ -3,11 +3,31 @@
 //! One thread accepts and checks hellos; each authenticated connection becomes a
 //! lane with its own thread, which reads straight into granted blocks.
 
-use std::net::SocketAddr;
-use std::time::Duration;
+mod lane;
+mod stranger;
+
+use std::collections::VecDeque;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::PollFlags;
 
 use crate::error::Error;
 use crate::receiver::Receiver;
+use crate::receiver::lane::ReceiverLane;
+use crate::receiver::outbox::Outbox;
+use crate::ticket::SessionId;
+use crate::wake::Bell;
+use lane::PortLane;
+use stranger::{Step, Stranger};
+
+/// Connections taken from the listener per wake-up, so that a flood of them cannot
+/// keep the thread from those already there.
+const ACCEPTS_MAX: usize = 64;
 
 /// Limits and times of a data port.
 #[derive(Clone, Debug)]
@@ -46,22 +66,186 @@ impl Default for DataPortConfig {
 /// their threads; grants stay and expire by themselves.
 pub struct DataPort {
     address: SocketAddr,
+    stopping: Arc<AtomicBool>,
+    bell: Bell,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl DataPort {
     /// Binds and starts the accepting thread. Lanes authenticate with the receiver's key.
     ///
     /// # Errors
-    /// [`Error::Io`] if the address cannot be bound.
+    /// [`Error::Io`] if the address cannot be bound or no thread can be started.
     pub fn bind(config: DataPortConfig, receiver: Receiver) -> Result<Self, Error> {
-        let _ = receiver;
+        let context = "listen on the data port";
+        let listener = TcpListener::bind(config.address)
+            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+            .map_err(|error| Error::io(context, error))?;
+        let address = listener
+            .local_addr()
+            .map_err(|error| Error::io(context, error))?;
+        let bell = Bell::new().map_err(|error| Error::io("create an eventfd", error))?;
+        let stopping = Arc::new(AtomicBool::new(false));
+        let porter = Porter {
+            config,
+            listener,
+            receiver,
+            stopping: Arc::clone(&stopping),
+            bell: bell.clone(),
+            strangers: VecDeque::new(),
+            lanes: Vec::new(),
+        };
+        let thread = std::thread::Builder::new()
+            .name("kv-port".to_owned())
+            .spawn(move || porter.run())
+            .map_err(|error| Error::io("start the port's thread", error))?;
         Ok(Self {
-            address: config.address,
+            address,
+            stopping,
+            bell,
+            thread: Some(thread),
         })
     }
 
     /// The bound address, with the real port.
     pub fn local_address(&self) -> SocketAddr {
         self.address
+    }
+}
+
+impl Drop for DataPort {
+    fn drop(&mut self) {
+        self.stopping.store(true, Ordering::Relaxed);
+        self.bell.ring();
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+/// One lane's thread.
+struct LaneThread {
+    session: SessionId,
+    outbox: Arc<Outbox>,
+    thread: JoinHandle<()>,
+}
+
+/// Owns the listener, the strangers and the list of lanes.
+struct Porter {
+    config: DataPortConfig,
+    listener: TcpListener,
+    receiver: Receiver,
+    stopping: Arc<AtomicBool>,
+    bell: Bell,
+    /// Oldest first.
+    strangers: VecDeque<Stranger>,
+    lanes: Vec<LaneThread>,
+}
+
+impl Porter {
+    fn run(mut self) {
+        while !self.stopping.load(Ordering::Relaxed) {
+            self.accept();
+            self.hear();
+            self.lanes.retain(|lane| !lane.thread.is_finished());
+            self.park();
+        }
+        for lane in &self.lanes {
+            lane.outbox.bell().ring();
+        }
+        for lane in std::mem::take(&mut self.lanes) {
+            let _ = lane.thread.join();
+        }
+    }
+
+    fn accept(&mut self) {
+        for _ in 0..ACCEPTS_MAX {
+            let stream = match self.listener.accept() {
+                Ok((stream, _)) => stream,
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+                Err(error) => {
+                    // Out of descriptors, most likely: closing strangers makes room.
+                    tracing::warn!(%error, "the data port cannot accept");
+                    self.strangers.pop_front();
+                    std::thread::sleep(Duration::from_millis(1));
+                    return;
+                }
+            };
+            if let Ok(stranger) = Stranger::new(stream, Instant::now()) {
+                if self.strangers.len() >= self.config.strangers_max {
+                    self.strangers.pop_front();
+                }
+                self.strangers.push_back(stranger);
+            }
+        }
+    }
+
+    /// Lets every stranger say what it has to say, and drops those who took too long.
+    fn hear(&mut self) {
+        let now = Instant::now();
+        for mut stranger in std::mem::take(&mut self.strangers) {
+            let step = stranger.step(self.receiver.lane_key(), |session| self.is_busy(session));
+            match step {
+                Step::Wait if now.duration_since(stranger.since) < self.config.hello_timeout => {
+                    self.strangers.push_back(stranger);
+                }
+                Step::Wait | Step::Close => {}
+                Step::Proved(session) => self.start_lane(stranger, session),
+            }
+        }
+    }
+
+    fn is_busy(&self, session: SessionId) -> bool {
+        let running = || self.lanes.iter().filter(|lane| !lane.thread.is_finished());
+        running().count() >= self.config.lanes_max
+            || running().filter(|lane| lane.session == session).count()
+                >= self.config.lanes_per_session_max
+    }
+
+    fn start_lane(&mut self, stranger: Stranger, session: SessionId) {
+        if self.is_busy(session) {
+            return;
+        }
+        let Ok(outbox) = Outbox::new().map(Arc::new) else {
+            return;
+        };
+        let shared = Arc::clone(self.receiver.shared());
+        let receiver = ReceiverLane::new(shared, session, Arc::clone(&outbox));
+        let mut lane = PortLane::new(stranger.stream, receiver, &self.config);
+        let stopping = Arc::clone(&self.stopping);
+        let port_bell = self.bell.clone();
+        let started = std::thread::Builder::new()
+            .name("kv-lane-in".to_owned())
+            .spawn(move || {
+                if let Err(error) = lane.serve(&stopping) {
+                    tracing::debug!(%error, "a data lane ended");
+                }
+                drop(lane);
+                port_bell.ring();
+            });
+        match started {
+            Ok(thread) => self.lanes.push(LaneThread {
+                session,
+                outbox,
+                thread,
+            }),
+            Err(error) => tracing::warn!(%error, "cannot start a data lane's thread"),
+        }
+    }
+
+    fn park(&self) {
+        let mut sockets = vec![(self.listener.as_fd(), PollFlags::IN)];
+        sockets.extend(
+            self.strangers
+                .iter()
+                .map(|s| (s.stream.as_fd(), PollFlags::IN)),
+        );
+        let oldest = self.strangers.front().map(|stranger| stranger.since);
+        let timeout = oldest.map_or(Duration::from_secs(3600), |since| {
+            (since + self.config.hello_timeout).saturating_duration_since(Instant::now())
+        });
+        if self.bell.park(&sockets, timeout).is_err() {
+            std::thread::sleep(Duration::from_millis(10));
+        }
     }
 }

@@ -26,7 +26,7 @@ pub enum Refusal {
     /// Payloads kept failing their checksum, or the root digests differ.
     #[error("the bytes arrived damaged")]
     Corrupt,
-    /// A commit came although blocks are missing that the sender never pushed.
+    /// The commit was asked for although blocks are missing that were never pushed.
     #[error("blocks are missing")]
     Incomplete,
     /// The sender gave the transfer up before.

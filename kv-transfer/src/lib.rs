@@ -24,11 +24,16 @@
 pub mod codec;
 pub mod data_port;
 pub mod error;
+#[cfg(feature = "test-support")]
+pub mod fault_proxy;
 pub mod part;
+pub mod pool;
 pub mod receiver;
 pub mod region;
 pub mod sender;
 pub mod ticket;
+mod transport;
+mod wake;
 
 pub use data_port::{DataPort, DataPortConfig};
 pub use error::{Error, Refusal};

@@ -15,20 +15,36 @@
 
 pub mod event;
 pub mod grant;
+pub(crate) mod incoming;
+pub(crate) mod lane;
+pub(crate) mod outbox;
+pub mod parts;
+pub mod state;
+mod table;
 
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
 use baton_proto::Epoch;
+use bytes::Bytes;
 
 pub use event::{Event, EventKind, EventSink};
 pub use grant::{
     AbortReason, BlockGrant, ExpiryReason, Grant, GrantRequest, GroupGrant, Progress, Regrant,
     RegrantRequest, Terminal,
 };
+pub use state::ReceiverState;
 
-use crate::error::Error;
-use crate::region::RegionTable;
+use crate::codec::{Control, Scope};
+use crate::error::{Error, Refusal};
+use crate::region::{self, RegionTable};
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, Ticket};
+use crate::transport::loopback;
+use crate::wake::{Bell, lock};
+use state::{Limits, Phase};
+use table::{Entry, Table};
 
 /// How a receiver is set up.
 #[derive(Clone, Debug)]
@@ -68,12 +84,167 @@ impl ReceiverConfig {
     }
 }
 
+/// What a receiver has seen, as totals since its start.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReceiverStatistics {
+    pub grants: u64,
+    pub committed: u64,
+    pub aborted: u64,
+    pub expired: u64,
+    pub fenced: u64,
+    pub lanes_lost: u64,
+    pub frames: u64,
+    pub frames_duplicate: u64,
+    pub frames_corrupt: u64,
+    /// Payload bytes read, wanted or not.
+    pub bytes: u64,
+    /// Payload bytes that nobody wanted.
+    pub bytes_scratched: u64,
+}
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    grants: AtomicU64,
+    committed: AtomicU64,
+    aborted: AtomicU64,
+    expired: AtomicU64,
+    fenced: AtomicU64,
+    lanes_lost: AtomicU64,
+    frames: AtomicU64,
+    frames_duplicate: AtomicU64,
+    frames_corrupt: AtomicU64,
+    bytes: AtomicU64,
+    bytes_scratched: AtomicU64,
+}
+
+/// What lanes and handles share.
+pub(crate) struct Shared {
+    pub(crate) config: ReceiverConfig,
+    pub(crate) regions: Arc<RegionTable>,
+    process_token: ProcessToken,
+    events: Box<dyn EventSink>,
+    table: Mutex<Table>,
+    lane_serials: AtomicU64,
+    counters: Counters,
+    /// Rung when a grant may have to expire earlier than the reaper thinks.
+    reaper_bell: Bell,
+    stopping: AtomicBool,
+}
+
+impl Shared {
+    fn entry(&self, ticket: Ticket) -> Option<Arc<Entry>> {
+        lock(&self.table).get(ticket)
+    }
+
+    /// Gives the blocks of a committed grant back and says so.
+    fn finish_committed(&self, entry: &Entry, commit_payload: Bytes) {
+        let mut inner = entry.lock_unguarded();
+        let bytes = inner.state.progress().bytes_received;
+        let (duration, receiving) = lane::durations(
+            inner.state.granted_at(),
+            inner.state.first_part_at(),
+            Instant::now(),
+        );
+        inner.state.take_parts();
+        let what = EventKind::Completed {
+            commit_payload,
+            bytes,
+            duration,
+            receiving,
+        };
+        entry.emit(&inner, &*self.events, what);
+        drop(inner);
+        self.retire(entry, &self.counters.committed);
+    }
+
+    fn finish_aborted(&self, entry: &Entry, reason: AbortReason) {
+        let mut inner = entry.lock_unguarded();
+        inner.state.take_parts();
+        entry.emit(&inner, &*self.events, EventKind::Aborted { reason });
+        drop(inner);
+        self.retire(entry, &self.counters.aborted);
+    }
+
+    fn retire(&self, entry: &Entry, counter: &AtomicU64) {
+        counter.fetch_add(1, Ordering::Relaxed);
+        let ended_max = self.config.grants_max.saturating_mul(4);
+        lock(&self.table).retire(entry.scope.ticket, ended_max, Instant::now());
+    }
+
+    /// Takes the right to write away and tells the sender. True if this call ended it.
+    fn fence(&self, entry: &Entry) -> (Terminal, bool) {
+        let mut inner = entry.lock();
+        let live = inner.state.terminal().is_none();
+        let terminal = inner.state.fence();
+        let outbox = inner.outbox.take();
+        drop(inner);
+        if live {
+            self.retire(entry, &self.counters.fenced);
+            if let Some(outbox) = outbox {
+                outbox.push(entry.scope, Control::Refused(Refusal::Fenced));
+            }
+        }
+        (terminal, live)
+    }
+
+    /// Expires what is due; returns when to look again.
+    fn reap(&self, now: Instant) -> Duration {
+        let mut entries = Vec::new();
+        {
+            let mut table = lock(&self.table);
+            table.sweep(now);
+            entries.extend(table.entries().cloned());
+        }
+        let mut wake_at = now + Duration::from_secs(1);
+        for entry in entries {
+            let mut inner = entry.lock();
+            let Some(reason) = inner.state.tick(now) else {
+                if let Some(due) = inner.state.wake_at() {
+                    wake_at = wake_at.min(due);
+                }
+                continue;
+            };
+            let outbox = inner.outbox.take();
+            let mut inner = entry.wait_unguarded(inner);
+            inner.state.take_parts();
+            entry.emit(&inner, &*self.events, EventKind::Expired { reason });
+            drop(inner);
+            self.retire(&entry, &self.counters.expired);
+            if let Some(outbox) = outbox {
+                outbox.push(entry.scope, Control::Refused(Refusal::Expired));
+            }
+        }
+        wake_at.saturating_duration_since(now)
+    }
+}
+
+/// Stops and joins the expiring thread with the last handle.
+struct Reaper {
+    shared: Arc<Shared>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for Reaper {
+    fn drop(&mut self) {
+        loopback::unlist(self.shared.process_token);
+        self.shared.stopping.store(true, Ordering::Relaxed);
+        self.shared.reaper_bell.ring();
+        if let Some(thread) = self.thread.take() {
+            // A handle that is dropped inside an event, on the thread itself, cannot wait.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+    }
+}
+
 /// The grant table of one worker. Cheap to clone; the last clone ends the thread
-/// that expires grants.
+/// that expires grants. Events are emitted while the grant's lock is held: a sink
+/// must not call back into the receiver.
 #[derive(Clone)]
 pub struct Receiver {
-    config: std::sync::Arc<ReceiverConfig>,
-    process_token: ProcessToken,
+    shared: Arc<Shared>,
+    _reaper: Arc<Reaper>,
 }
 
 impl Receiver {
@@ -83,26 +254,60 @@ impl Receiver {
     /// # Errors
     /// [`Error::Io`] if no thread can be started.
     pub fn start(config: ReceiverConfig, events: Box<dyn EventSink>) -> Result<Self, Error> {
-        let _ = events;
-        Ok(Self {
-            config: std::sync::Arc::new(config),
+        let shared = Arc::new(Shared {
+            regions: Arc::new(config.regions.clone()),
             process_token: ProcessToken::random(),
+            events,
+            table: Mutex::default(),
+            lane_serials: AtomicU64::new(1),
+            counters: Counters::default(),
+            reaper_bell: Bell::new().map_err(|error| Error::io("create an eventfd", error))?,
+            stopping: AtomicBool::new(false),
+            config,
+        });
+        let reaped = Arc::clone(&shared);
+        let thread = std::thread::Builder::new()
+            .name("kv-expire".to_owned())
+            .spawn(move || {
+                while !reaped.stopping.load(Ordering::Relaxed) {
+                    let pause = reaped.reap(Instant::now());
+                    // Ends early on a bell; a failing poll only makes the thread look sooner.
+                    if reaped.reaper_bell.park(&[], pause).is_err() {
+                        std::thread::sleep(pause.min(Duration::from_millis(10)));
+                    }
+                }
+            })
+            .map_err(|error| Error::io("start the expiring thread", error))?;
+        if shared.config.loopback {
+            loopback::list(shared.process_token, &shared);
+        }
+        let reaper = Reaper {
+            shared: Arc::clone(&shared),
+            thread: Some(thread),
+        };
+        Ok(Self {
+            shared,
+            _reaper: Arc::new(reaper),
         })
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     /// What senders of the same process find this receiver by.
     pub fn process_token(&self) -> ProcessToken {
-        self.process_token
+        self.shared.process_token
     }
 
     /// What senders authenticate with.
     pub fn lane_key(&self) -> &LaneKey {
-        &self.config.lane_key
+        &self.shared.config.lane_key
     }
 
     /// This worker's life.
     pub fn epoch(&self) -> Epoch {
-        self.config.epoch
+        self.shared.config.epoch
     }
 
     /// Lets one attempt write the named blocks. Does not block.
@@ -111,8 +316,62 @@ impl Receiver {
     /// [`Error::Extent`] or [`Error::Invalid`] if the request contradicts itself,
     /// [`Error::Full`] if `grants_max` grants are live (retry later).
     pub fn grant(&self, request: GrantRequest) -> Result<Grant, Error> {
-        let _ = request;
-        Err(Error::Closed)
+        let config = &self.shared.config;
+        if request.epoch != config.epoch {
+            return Err(Error::Invalid(format!(
+                "epoch `{}` is not this receiver's `{}`",
+                request.epoch, config.epoch
+            )));
+        }
+        let extents = request
+            .groups
+            .iter()
+            .flat_map(|g| &g.blocks)
+            .flat_map(|b| &b.layers);
+        for extent in extents {
+            region::check(&self.shared.regions, *extent)?;
+        }
+        let limits = Limits {
+            resume_grace: config.resume_grace,
+            corrupt_frames_max: config.corrupt_frames_max,
+        };
+        let state = ReceiverState::new(
+            request.epoch,
+            request.attempt,
+            parts::PartTable::new(&request.groups)?,
+            limits,
+            Instant::now(),
+            request.deadline,
+        );
+        self.insert(request.attempt, request.request_id, state)
+    }
+
+    fn insert(
+        &self,
+        attempt: baton_proto::Attempt,
+        request_id: baton_proto::RequestId,
+        state: ReceiverState,
+    ) -> Result<Grant, Error> {
+        let ticket = Ticket::random();
+        let scope = Scope {
+            ticket,
+            epoch: self.shared.config.epoch,
+            attempt,
+        };
+        let limit = self.shared.config.grants_max;
+        {
+            let mut table = lock(&self.shared.table);
+            if table.live() >= limit {
+                return Err(Error::Full {
+                    what: "grants",
+                    limit,
+                });
+            }
+            table.insert(Arc::new(Entry::new(scope, request_id, state)));
+        }
+        self.shared.counters.grants.fetch_add(1, Ordering::Relaxed);
+        self.shared.reaper_bell.ring();
+        Ok(Grant { ticket })
     }
 
     /// Fences the attempt that holds `ticket`, waits until no lane touches the blocks,
@@ -120,13 +379,38 @@ impl Receiver {
     ///
     /// # Errors
     /// [`Error::UnknownTicket`] if the ticket is unknown or already ended without
-    /// success; [`Error::AttemptOrder`] if the attempt is not higher.
+    /// success (then its blocks are the worker's: grant them anew);
+    /// [`Error::AttemptOrder`] if the attempt is not higher, and nothing changes.
     ///
     /// # Cancel safety
-    /// Dropped early, the old attempt stays fenced and no new one is granted.
+    /// Dropped early, the old attempt stays fenced and no new one is granted; calling
+    /// again with the same ticket goes on.
     pub async fn regrant(&self, ticket: Ticket, request: RegrantRequest) -> Result<Regrant, Error> {
-        let _ = (ticket, request);
-        Err(Error::Closed)
+        let entry = self.shared.entry(ticket).ok_or(Error::UnknownTicket)?;
+        let current = entry.scope.attempt;
+        if request.attempt <= current {
+            return Err(Error::AttemptOrder {
+                current,
+                asked: request.attempt,
+            });
+        }
+        self.shared.fence(&entry);
+        entry.unguarded().await;
+        let next = entry.lock().state.regrant(
+            request.attempt,
+            request.keep_received,
+            Instant::now(),
+            request.deadline,
+        );
+        match next {
+            Ok(state) => {
+                let request_id = entry.request_id.clone();
+                self.insert(request.attempt, request_id, state)
+                    .map(Regrant::Granted)
+            }
+            Err(Phase::Ended(Terminal::Committed)) => Ok(Regrant::Committed),
+            Err(_) => Err(Error::UnknownTicket),
+        }
     }
 
     /// Ends a grant. When this resolves no lane touches the blocks, now or later:
@@ -137,20 +421,48 @@ impl Receiver {
     /// # Cancel safety
     /// Dropped early, the grant stays fenced; calling again waits again.
     pub async fn revoke(&self, ticket: Ticket) -> Option<Terminal> {
-        let _ = ticket;
-        None
+        let entry = self.shared.entry(ticket)?;
+        let (terminal, _) = self.shared.fence(&entry);
+        entry.unguarded().await;
+        entry.lock().state.take_parts();
+        Some(terminal)
     }
 
     /// [`Receiver::revoke`] for threads without a runtime. Waits for at most one
     /// non-blocking read.
     pub fn revoke_blocking(&self, ticket: Ticket) -> Option<Terminal> {
-        let _ = ticket;
-        None
+        let entry = self.shared.entry(ticket)?;
+        let (terminal, _) = self.shared.fence(&entry);
+        entry.lock_unguarded().state.take_parts();
+        Some(terminal)
     }
 
-    /// How far a grant has come; `None` for a ticket the table does not know.
+    /// How far a live grant has come; `None` for a ticket the table does not know.
     pub fn progress(&self, ticket: Ticket) -> Option<Progress> {
-        let _ = ticket;
-        None
+        Some(self.shared.entry(ticket)?.lock().state.progress())
+    }
+
+    /// Grants that are neither committed nor otherwise ended.
+    pub fn grants_live(&self) -> usize {
+        lock(&self.shared.table).live()
+    }
+
+    /// Totals since the start.
+    pub fn statistics(&self) -> ReceiverStatistics {
+        let counters = &self.shared.counters;
+        let read = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        ReceiverStatistics {
+            grants: read(&counters.grants),
+            committed: read(&counters.committed),
+            aborted: read(&counters.aborted),
+            expired: read(&counters.expired),
+            fenced: read(&counters.fenced),
+            lanes_lost: read(&counters.lanes_lost),
+            frames: read(&counters.frames),
+            frames_duplicate: read(&counters.frames_duplicate),
+            frames_corrupt: read(&counters.frames_corrupt),
+            bytes: read(&counters.bytes),
+            bytes_scratched: read(&counters.bytes_scratched),
+        }
     }
 }

@@ -95,12 +95,8 @@ pub(crate) fn check(regions: &[MemoryRegion], extent: ByteExtent) -> Result<(), 
 ///
 /// # Safety
 /// The caller holds a read guard of the transfer that the extent was pushed to,
-/// for at least `'a`, and the extent passed [`check`] against `regions`.
-pub(crate) unsafe fn read<'a>(
-    regions: &'a [MemoryRegion],
-    extent: ByteExtent,
-    from: usize,
-) -> &'a [u8] {
+/// for as long as the slice lives, and the extent passed [`check`] against `regions`.
+pub(crate) unsafe fn read(regions: &[MemoryRegion], extent: ByteExtent, from: usize) -> &[u8] {
     debug_assert!(check(regions, extent).is_ok() && from <= extent.len as usize);
     let region = &regions[usize::from(extent.region)];
     // SAFETY: `check` bounded offset + len by the region, `from` by the extent; the
@@ -117,14 +113,10 @@ pub(crate) unsafe fn read<'a>(
 ///
 /// # Safety
 /// The caller holds the write guard of the ticket that the extent was granted to,
-/// for at least `'a`, asks for each byte at most once within it, and the extent
+/// for as long as the slice lives, asks for each byte at most once within it, and the extent
 /// passed [`check`] against `regions`.
 #[allow(clippy::mut_from_ref)]
-pub(crate) unsafe fn write<'a>(
-    regions: &'a [MemoryRegion],
-    extent: ByteExtent,
-    from: usize,
-) -> &'a mut [u8] {
+pub(crate) unsafe fn write(regions: &[MemoryRegion], extent: ByteExtent, from: usize) -> &mut [u8] {
     debug_assert!(check(regions, extent).is_ok() && from <= extent.len as usize);
     let region = &regions[usize::from(extent.region)];
     // SAFETY: `check` bounded offset + len by the region, `from` by the extent; the

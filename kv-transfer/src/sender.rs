@@ -7,16 +7,31 @@
 //! [`state`]. On a lost lane this side reconnects inside the transfer's deadline
 //! and sends again what the receiver says is missing; transports hold no policy.
 
+mod lane;
+pub(crate) mod source;
+pub mod state;
+pub(crate) mod transfer;
+
+use std::collections::HashMap;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
 
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch, RequestId};
-use bytes::Bytes;
 
+pub use state::SenderState;
+pub use transfer::Transfer;
+
+use crate::codec::PAYLOAD_BYTES_MAX;
 use crate::error::{Error, Refusal};
 use crate::region::RegionTable;
-use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, Ticket};
+use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
+use crate::transport::loopback;
+use crate::wake::lock;
+use lane::{LaneHandle, Peer};
+use transfer::TransferShared;
 
 /// Where a transfer goes and by what right. Everything but the deadline was given
 /// out by the receiver's worker.
@@ -62,8 +77,12 @@ pub struct SenderConfig {
     /// Bytes one transfer may have queued before `push` waits. Default 1 GiB: source
     /// blocks are pinned anyway, so the queue costs only its entries.
     pub queue_bytes_max: u64,
-    /// Bytes of one transfer sent and not yet acknowledged. Default 32 MiB.
+    /// Bytes of one transfer sent and not yet acknowledged. Default 32 MiB; at least
+    /// two of the largest frames.
     pub in_flight_bytes_max: u64,
+    /// A transfer whose lane stays away for this long has lost its peer, also when it
+    /// is the first lane. Default 2 s: the receiver's grace time is over by then.
+    pub reconnect_max: Duration,
     /// Default 250 ms.
     pub ping_interval: Duration,
     /// A lane silent for this long is dead. Default 1 s.
@@ -85,6 +104,7 @@ impl SenderConfig {
             queue_parts_max: 262_144,
             queue_bytes_max: 1 << 30,
             in_flight_bytes_max: 32 << 20,
+            reconnect_max: Duration::from_secs(2),
             ping_interval: Duration::from_millis(250),
             silence_max: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
@@ -122,22 +142,50 @@ pub struct TransferStatistics {
     pub bytes_sent: u64,
     pub bytes_resent: u64,
     pub reconnects: u32,
-    /// From `open` to the end.
+    /// From `open` to the end, or to now.
     pub duration: Duration,
+}
+
+/// What the handles of one sender share.
+struct Lanes {
+    config: Arc<SenderConfig>,
+    session: SessionId,
+    /// Running lanes; one that has ended is replaced by the next transfer to its peer.
+    lanes: Mutex<HashMap<(Peer, usize), LaneHandle>>,
+    turn: AtomicUsize,
+    transfers_open: Arc<AtomicUsize>,
+}
+
+impl Drop for Lanes {
+    fn drop(&mut self) {
+        let lanes = std::mem::take(&mut *lock(&self.lanes));
+        lanes.values().for_each(LaneHandle::stop);
+        lanes.into_values().for_each(LaneHandle::join);
+    }
 }
 
 /// All lanes of one worker to its peers. Cheap to clone; the last clone aborts open
 /// transfers and joins the lanes.
 #[derive(Clone)]
 pub struct Sender {
-    config: std::sync::Arc<SenderConfig>,
+    lanes: Arc<Lanes>,
 }
 
 impl Sender {
     /// A sender without lanes; they start with the first transfer to a peer.
-    pub fn start(config: SenderConfig) -> Self {
+    pub fn start(mut config: SenderConfig) -> Self {
+        let floor = 2 * PAYLOAD_BYTES_MAX as u64;
+        config.in_flight_bytes_max = config.in_flight_bytes_max.max(floor);
+        config.lanes_per_peer = config.lanes_per_peer.max(1);
+        let lanes = Lanes {
+            config: Arc::new(config),
+            session: SessionId::random(),
+            lanes: Mutex::default(),
+            turn: AtomicUsize::new(0),
+            transfers_open: Arc::default(),
+        };
         Self {
-            config: std::sync::Arc::new(config),
+            lanes: Arc::new(lanes),
         }
     }
 
@@ -148,60 +196,66 @@ impl Sender {
     /// [`Error::Full`] beyond `transfers_max`; [`Error::Unreachable`] if no configured
     /// transport fits the target; [`Error::Io`] if no thread can be started.
     pub fn open(&self, target: LaneTarget, layout: LayoutDigest) -> Result<Transfer, Error> {
-        let _ = (&self.config, target, layout);
-        Err(Error::Closed)
-    }
-}
-
-/// One attempt's way to its receiver. Dropping it before the end aborts it; wait for
-/// [`Transfer::quiesced`] first if the source blocks are to be reused.
-pub struct Transfer {
-    _private: (),
-}
-
-impl Transfer {
-    /// Queues blocks of one layer whose bytes are final. Waits only while the queue is
-    /// over its bounds. All of `blocks` are queued or none.
-    ///
-    /// # Errors
-    /// [`Error::Refused`], [`Error::Aborted`], [`Error::PeerLost`] once the transfer has
-    /// ended (stop pushing); [`Error::Extent`], [`Error::Invalid`] for bad input,
-    /// also for a part pushed twice or after `commit`.
-    ///
-    /// # Cancel safety
-    /// Dropped early, nothing of this call was queued.
-    pub async fn push(&self, group: u16, layer: u32, blocks: &[SourceBlock]) -> Result<(), Error> {
-        let _ = (group, layer, blocks);
-        Err(Error::Closed)
-    }
-
-    /// Says that everything was pushed, and waits for the receiver's word. `payload` is
-    /// opaque here (at most [`crate::codec::COMMIT_PAYLOAD_BYTES_MAX`] bytes).
-    ///
-    /// # Cancel safety
-    /// Dropped early, the commit stays under way; call `outcome` to wait again.
-    pub async fn commit(&self, payload: Bytes) -> CommitOutcome {
-        let _ = payload;
-        CommitOutcome::PeerLost
-    }
-
-    /// Waits until the transfer has ended, without committing. Cancel-safe.
-    pub async fn outcome(&self) -> CommitOutcome {
-        CommitOutcome::PeerLost
+        let Lanes {
+            config,
+            transfers_open,
+            ..
+        } = &*self.lanes;
+        let peer = self.peer(&target)?;
+        let limit = config.transfers_max;
+        if transfers_open.load(Ordering::Relaxed) >= limit {
+            return Err(Error::Full {
+                what: "transfers",
+                limit,
+            });
+        }
+        let mut lanes = lock(&self.lanes.lanes);
+        let index = self.lanes.turn.fetch_add(1, Ordering::Relaxed) % config.lanes_per_peer;
+        let key = (peer, index);
+        let transfer = |bell| {
+            let open = Arc::clone(transfers_open);
+            let (target, now) = (target.clone(), Instant::now());
+            Arc::new(TransferShared::new(config, target, layout, bell, open, now))
+        };
+        if let Some(lane) = lanes.get(&key) {
+            let shared = transfer(lane.bell().clone());
+            if lane.submit(&shared) {
+                return Ok(Transfer::new(shared));
+            }
+        }
+        // No lane yet, or it has just closed for idleness.
+        let lane = LaneHandle::start(Arc::clone(config), key.0.clone(), self.lanes.session)?;
+        let shared = transfer(lane.bell().clone());
+        lane.submit(&shared);
+        if let Some(ended) = lanes.insert(key, lane) {
+            ended.join();
+        }
+        Ok(Transfer::new(shared))
     }
 
-    /// Gives the transfer up and tells the receiver. Idempotent; without effect once
-    /// it has ended. Does not block.
-    pub fn abort(&self, reason: &str) {
-        let _ = reason;
+    fn peer(&self, target: &LaneTarget) -> Result<Peer, Error> {
+        for kind in &self.lanes.config.transports {
+            match (kind, target.data_address) {
+                (TransportKind::Loopback, _) if loopback::is_listed(target.process_token) => {
+                    return Ok(Peer::Loopback(target.process_token));
+                }
+                (TransportKind::Tcp, Some(address)) => {
+                    return Ok(Peer::Tcp {
+                        address,
+                        key: target.lane_key.clone(),
+                    });
+                }
+                _ => {}
+            }
+        }
+        Err(Error::Unreachable(match target.data_address {
+            Some(address) => format!("`{address}` needs tcp, which is switched off"),
+            None => "it is in another process and has no data address".to_owned(),
+        }))
     }
 
-    /// Resolves when the transfer has ended and no lane reads its blocks, now or later:
-    /// the source blocks may be reused. Cancel-safe.
-    pub async fn quiesced(&self) {}
-
-    /// What was done so far.
-    pub fn statistics(&self) -> TransferStatistics {
-        TransferStatistics::default()
+    /// Transfers that have not ended, or whose lane has not let go of them.
+    pub fn transfers_open(&self) -> usize {
+        self.lanes.transfers_open.load(Ordering::Relaxed)
     }
 }

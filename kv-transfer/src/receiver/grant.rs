@@ -85,8 +85,6 @@ pub enum AbortReason {
     BySender(String),
     /// Payloads kept failing their checksum, or the root digests differ.
     Corrupt,
-    /// The sender committed without ever having the parts that are missing.
-    Incomplete,
     /// The sender's KV layout is another one.
     LayoutMismatch,
 }

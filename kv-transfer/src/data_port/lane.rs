@@ -1,0 +1,223 @@
+//! The receiver's end of a TCP lane: one thread that reads straight into blocks.
+//!
+//! A frame's payload and the next frame's header come in by one `readv`. Replies
+//! and pings leave between reads, so that neither needs a thread of its own.
+
+use std::io::{self, Read, Write};
+use std::net::TcpStream;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use rustix::event::PollFlags;
+
+use super::DataPortConfig;
+use crate::codec::{Control, HEADER_BYTES, Header, Kind, Scope};
+use crate::error::Error;
+use crate::receiver::incoming::{Incoming, SCRATCH_BYTES};
+use crate::receiver::lane::ReceiverLane;
+
+/// Reads in a row before replies and timers get their turn.
+const READS_MAX: usize = 16;
+/// Encoded replies that wait for the socket; more stay in the (bounded) outbox.
+const REPLY_BYTES: usize = 64 << 10;
+
+enum Reading {
+    Header,
+    Control {
+        header: Header,
+        payload: Vec<u8>,
+        got: usize,
+    },
+    Data(Box<Incoming>),
+}
+
+pub(super) struct PortLane {
+    stream: TcpStream,
+    receiver: ReceiverLane,
+    ping_interval: Duration,
+    silence_max: Duration,
+    reading: Reading,
+    header: [u8; HEADER_BYTES],
+    header_got: usize,
+    scratch: Vec<u8>,
+    replies: Vec<u8>,
+    replies_sent: usize,
+}
+
+impl PortLane {
+    pub(super) fn new(stream: TcpStream, receiver: ReceiverLane, config: &DataPortConfig) -> Self {
+        Self {
+            stream,
+            receiver,
+            ping_interval: config.ping_interval,
+            silence_max: config.silence_max,
+            reading: Reading::Header,
+            header: [0; HEADER_BYTES],
+            header_got: 0,
+            scratch: vec![0; SCRATCH_BYTES],
+            replies: Vec::new(),
+            replies_sent: 0,
+        }
+    }
+
+    /// Serves the lane until it breaks, goes silent or `stopping` is set.
+    pub(super) fn serve(&mut self, stopping: &AtomicBool) -> Result<(), Error> {
+        let mut heard_at = Instant::now();
+        let mut pinged_at = heard_at;
+        while !stopping.load(Ordering::Relaxed) {
+            let mut reads = 0;
+            while reads < READS_MAX && self.read()? {
+                reads += 1;
+            }
+            if reads < READS_MAX {
+                self.receiver.idle();
+            }
+            let blocked = self.reply()?;
+            let now = Instant::now();
+            if reads > 0 {
+                heard_at = now;
+            } else if now.duration_since(heard_at) >= self.silence_max {
+                return Err(Error::PeerLost("the sender has gone silent".to_owned()));
+            }
+            if now.duration_since(pinged_at) >= self.ping_interval {
+                pinged_at = now;
+                self.receiver.outbox().push(Scope::LANE, Control::Ping);
+                continue;
+            }
+            if reads < READS_MAX {
+                let flags = if blocked {
+                    PollFlags::IN | PollFlags::OUT
+                } else {
+                    PollFlags::IN
+                };
+                let timeout = (pinged_at + self.ping_interval).saturating_duration_since(now);
+                let bell = self.receiver.outbox().bell();
+                bell.park(&[(self.stream.as_fd(), flags)], timeout)
+                    .map_err(|error| Error::io("wait for the lane", error))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// One non-blocking read; false if nothing is there.
+    fn read(&mut self) -> Result<bool, Error> {
+        let got = match &mut self.reading {
+            Reading::Header => {
+                let got = (&self.stream).read(&mut self.header[self.header_got..]);
+                got.inspect(|got| self.header_got += got)
+            }
+            Reading::Control { payload, got, .. } => {
+                let more = (&self.stream).read(&mut payload[*got..]);
+                more.inspect(|more| *got += more)
+            }
+            Reading::Data(incoming) => {
+                let stream = &self.stream;
+                let brought = incoming.read(&mut self.scratch, &mut self.header, |buffers| {
+                    Ok(rustix::io::readv(stream, buffers)?)
+                });
+                brought.map(|brought| {
+                    self.header_got = brought.extra;
+                    brought.payload + brought.extra
+                })
+            }
+        };
+        match got {
+            Ok(0) => Err(Error::io(
+                "read from the lane",
+                io::ErrorKind::UnexpectedEof,
+            )),
+            Ok(_) => self.advance().map(|()| true),
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+                ) =>
+            {
+                Ok(false)
+            }
+            Err(error) => Err(Error::io("read from the lane", error)),
+        }
+    }
+
+    /// Handles whatever is whole now.
+    fn advance(&mut self) -> Result<(), Error> {
+        loop {
+            match std::mem::replace(&mut self.reading, Reading::Header) {
+                Reading::Header => {
+                    if self.header_got < HEADER_BYTES {
+                        return Ok(());
+                    }
+                    self.header_got = 0;
+                    let header = Header::decode(&self.header)?;
+                    self.reading = if header.kind == Kind::Data {
+                        Reading::Data(Box::new(self.receiver.data(header)?))
+                    } else {
+                        let payload = vec![0; header.payload_len as usize];
+                        Reading::Control {
+                            header,
+                            payload,
+                            got: 0,
+                        }
+                    };
+                    // A control frame without payload is whole already.
+                    if header.payload_len > 0 {
+                        return Ok(());
+                    }
+                }
+                Reading::Control {
+                    header,
+                    payload,
+                    got,
+                } => {
+                    if got < payload.len() {
+                        self.reading = Reading::Control {
+                            header,
+                            payload,
+                            got,
+                        };
+                        return Ok(());
+                    }
+                    let control = Control::decode(&header, &payload)?;
+                    self.receiver.control(header.scope, control)?;
+                }
+                Reading::Data(incoming) => {
+                    if !incoming.is_whole() {
+                        self.reading = Reading::Data(incoming);
+                        return Ok(());
+                    }
+                    self.receiver.finish(*incoming, Instant::now());
+                }
+            }
+        }
+    }
+
+    /// Sends replies as far as the socket takes them; whether some are left.
+    fn reply(&mut self) -> Result<bool, Error> {
+        loop {
+            while self.replies.len() < REPLY_BYTES
+                && let Some((scope, control)) = self.receiver.outbox().pop()
+            {
+                self.replies.extend_from_slice(&control.encode(scope));
+            }
+            if self.receiver.outbox().overflowed() {
+                return Err(Error::Protocol(
+                    "the sender does not read replies".to_owned(),
+                ));
+            }
+            if self.replies_sent == self.replies.len() {
+                return Ok(false);
+            }
+            match (&self.stream).write(&self.replies[self.replies_sent..]) {
+                Ok(sent) => self.replies_sent += sent,
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) => return Err(Error::io("write to the lane", error)),
+            }
+            if self.replies_sent == self.replies.len() {
+                self.replies.clear();
+                self.replies_sent = 0;
+            }
+        }
+    }
+}

@@ -1,0 +1,325 @@
+//! The receiver's end of one lane, whatever transport carries it.
+//!
+//! A transport feeds it decoded frames and drains its outbox; everything that a
+//! frame means is decided here and in the pure state. Dropping it is the loss of
+//! the lane.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use bytes::Bytes;
+
+use super::Shared;
+use super::event::{EventKind, LANE_LOST_EVENTS_MAX};
+use super::grant::{AbortReason, Terminal};
+use super::incoming::{Arrived, Destination, Incoming};
+use super::outbox::Outbox;
+use super::state::{Arrival, CommitAnswer, LaneSerial, Placement};
+use super::table::Entry;
+use crate::codec::{Control, Header, Scope};
+use crate::error::{Error, Refusal};
+use crate::part::PartRange;
+use crate::ticket::{LayoutDigest, SessionId, Ticket};
+
+/// Consumed bytes are acknowledged at least this often, so that the sender's window
+/// (tens of MiB) never closes for want of a word.
+const ACK_BYTES: u64 = 1 << 20;
+
+struct Opened {
+    entry: Arc<Entry>,
+    consumed: u64,
+    acknowledged: u64,
+}
+
+/// The receiver's end of one authenticated lane.
+pub(crate) struct ReceiverLane {
+    shared: Arc<Shared>,
+    serial: LaneSerial,
+    session: SessionId,
+    outbox: Arc<Outbox>,
+    /// Tickets this lane opened and may write, bounded by the grant table.
+    opened: HashMap<Ticket, Opened>,
+}
+
+impl ReceiverLane {
+    pub(crate) fn new(shared: Arc<Shared>, session: SessionId, outbox: Arc<Outbox>) -> Self {
+        let serial = LaneSerial(shared.lane_serials.fetch_add(1, Ordering::Relaxed));
+        Self {
+            shared,
+            serial,
+            session,
+            outbox,
+            opened: HashMap::new(),
+        }
+    }
+
+    pub(crate) fn outbox(&self) -> &Arc<Outbox> {
+        &self.outbox
+    }
+
+    /// Handles a frame without block bytes.
+    ///
+    /// # Errors
+    /// [`Error::Protocol`] for a frame that a sender never sends; close the lane.
+    pub(crate) fn control(&mut self, scope: Scope, control: Control) -> Result<(), Error> {
+        match control {
+            Control::Ping => self.outbox.push(scope, Control::Pong),
+            Control::Pong => {}
+            Control::Open { layout } => self.open(scope, layout),
+            Control::Commit {
+                root,
+                parts,
+                payload,
+            } => self.commit(scope, root, parts, payload),
+            Control::Abort { reason } => self.abort(scope, reason),
+            other => {
+                return Err(Error::Protocol(format!(
+                    "a sender sent `{:?}`",
+                    other.kind()
+                )));
+            }
+        }
+        Ok(())
+    }
+
+    fn open(&mut self, scope: Scope, layout: LayoutDigest) {
+        let Some(entry) = self.shared.entry(scope.ticket) else {
+            return self
+                .outbox
+                .push(scope, Control::Refused(Refusal::UnknownTicket));
+        };
+        // A lane that is replaced may be inside its last read.
+        let mut inner = entry.lock_unguarded();
+        let live_before = inner.state.terminal().is_none();
+        let matches = layout == self.shared.config.layout;
+        match inner
+            .state
+            .attach(self.serial, self.session, scope, matches)
+        {
+            Ok(attached) => {
+                inner.outbox = Some(Arc::clone(&self.outbox));
+                if attached.first {
+                    entry.emit(&inner, &*self.shared.events, EventKind::Started);
+                }
+                drop(inner);
+                // An `Open` that is repeated on the same lane keeps its counts.
+                self.opened.entry(scope.ticket).or_insert(Opened {
+                    entry,
+                    consumed: 0,
+                    acknowledged: 0,
+                });
+                self.outbox.push(scope, Control::Opened(attached.missing));
+            }
+            Err(refusal) => {
+                let ended = live_before && inner.state.terminal().is_some();
+                drop(inner);
+                if ended {
+                    self.shared
+                        .finish_aborted(&entry, AbortReason::LayoutMismatch);
+                }
+                self.outbox.push(scope, Control::Refused(refusal));
+            }
+        }
+    }
+
+    fn commit(&mut self, scope: Scope, root: u32, parts: u64, payload: Bytes) {
+        let Some(entry) = self.shared.entry(scope.ticket) else {
+            return self
+                .outbox
+                .push(scope, Control::Refused(Refusal::UnknownTicket));
+        };
+        let answer = entry
+            .lock()
+            .state
+            .commit(self.serial, self.session, scope, root, parts);
+        let reply = match answer {
+            CommitAnswer::Committed => {
+                self.shared.finish_committed(&entry, payload);
+                Control::Committed
+            }
+            CommitAnswer::Again => Control::Committed,
+            CommitAnswer::Missing(missing) => Control::Missing(missing),
+            CommitAnswer::Refused { refusal, ended } => {
+                if ended {
+                    let reason = entry.lock().state.terminal().cloned();
+                    if let Some(Terminal::Aborted(reason)) = reason {
+                        self.shared.finish_aborted(&entry, reason);
+                    }
+                }
+                Control::Refused(refusal)
+            }
+        };
+        self.outbox.push(scope, reply);
+    }
+
+    fn abort(&mut self, scope: Scope, reason: String) {
+        if let Some(entry) = self.shared.entry(scope.ticket) {
+            let ended = entry
+                .lock()
+                .state
+                .abort(self.session, scope, reason.clone());
+            if ended == Ok(true) {
+                self.shared
+                    .finish_aborted(&entry, AbortReason::BySender(reason));
+            }
+        }
+        self.opened.remove(&scope.ticket);
+        // Whatever was known here, nothing of it is left: the sender may stop repeating.
+        self.outbox.push(scope, Control::Aborted);
+    }
+
+    /// Decides where the payload of a data frame goes.
+    ///
+    /// # Errors
+    /// [`Error::Protocol`] if the frame names parts that were not granted; close the lane.
+    pub(crate) fn data(&mut self, header: Header) -> Result<Incoming, Error> {
+        let regions = Arc::clone(&self.shared.regions);
+        let Some(opened) = self.opened.get(&header.scope.ticket) else {
+            self.outbox
+                .push(header.scope, Control::Refused(Refusal::UnknownTicket));
+            return Ok(Incoming::unwanted(regions, header));
+        };
+        let inner = opened.entry.lock();
+        match inner
+            .state
+            .place(self.serial, header.scope, header.range, header.payload_len)
+        {
+            Placement::Scratch => Ok(Incoming::unwanted(regions, header)),
+            Placement::Violation => Err(Error::Protocol(format!(
+                "`{}` bytes for `{:?}` were not granted",
+                header.payload_len, header.range
+            ))),
+            Placement::Blocks(numbers) => {
+                let parts = inner.state.parts();
+                let slots = numbers
+                    .clone()
+                    .map(|number| (parts.extent(number), !parts.is_received(number)));
+                let destination = Destination {
+                    entry: Arc::clone(&opened.entry),
+                    lane: self.serial,
+                    numbers,
+                };
+                Ok(Incoming::placed(regions, header, destination, slots))
+            }
+        }
+    }
+
+    /// Takes note of a whole data frame.
+    pub(crate) fn finish(&mut self, incoming: Incoming, now: Instant) {
+        let Header {
+            scope,
+            range,
+            payload_len,
+            ..
+        } = incoming.header;
+        let counters = &self.shared.counters;
+        counters.frames.fetch_add(1, Ordering::Relaxed);
+        counters
+            .bytes
+            .fetch_add(u64::from(payload_len), Ordering::Relaxed);
+        counters
+            .bytes_scratched
+            .fetch_add(incoming.scratched, Ordering::Relaxed);
+        if let Some(arrived) = incoming.arrived() {
+            self.arrived(scope, range, arrived, now);
+        }
+        if let Some(opened) = self.opened.get_mut(&scope.ticket) {
+            opened.consumed += u64::from(payload_len);
+            if opened.consumed - opened.acknowledged >= ACK_BYTES {
+                Self::acknowledge(&self.outbox, scope, opened);
+            }
+        }
+    }
+
+    fn arrived(&self, scope: Scope, range: PartRange, arrived: Arrived, now: Instant) {
+        let Arrived {
+            destination,
+            crcs,
+            intact,
+        } = arrived;
+        let Destination {
+            entry,
+            lane,
+            numbers,
+        } = destination;
+        let counters = &self.shared.counters;
+        let arrival = entry
+            .lock()
+            .state
+            .arrived(lane, numbers, &crcs, intact, now);
+        match arrival {
+            Arrival::Stored | Arrival::Dropped => {}
+            Arrival::Duplicate => {
+                counters.frames_duplicate.fetch_add(1, Ordering::Relaxed);
+            }
+            Arrival::Corrupt => {
+                counters.frames_corrupt.fetch_add(1, Ordering::Relaxed);
+                self.outbox.push(scope, Control::Nack(range));
+            }
+            Arrival::Poisoned => {
+                counters.frames_corrupt.fetch_add(1, Ordering::Relaxed);
+                self.shared.finish_aborted(&entry, AbortReason::Corrupt);
+                self.outbox.push(scope, Control::Refused(Refusal::Corrupt));
+            }
+        }
+    }
+
+    /// Called when the transport has nothing to read for now: acknowledges the rest.
+    pub(crate) fn idle(&mut self) {
+        for opened in self.opened.values_mut() {
+            if opened.consumed > opened.acknowledged {
+                Self::acknowledge(&self.outbox, opened.entry.scope, opened);
+            }
+        }
+        self.opened
+            .retain(|_, opened| opened.entry.lock().state.may_write(self.serial));
+    }
+
+    fn acknowledge(outbox: &Outbox, scope: Scope, opened: &mut Opened) {
+        opened.acknowledged = opened.consumed;
+        outbox.push(
+            scope,
+            Control::Ack {
+                consumed: opened.consumed,
+            },
+        );
+    }
+}
+
+impl Drop for ReceiverLane {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        for opened in self.opened.values() {
+            let mut inner = opened.entry.lock();
+            if !inner.state.lane_lost(self.serial, now) {
+                continue;
+            }
+            inner.outbox = None;
+            self.shared
+                .counters
+                .lanes_lost
+                .fetch_add(1, Ordering::Relaxed);
+            if inner.state.lanes_lost() <= LANE_LOST_EVENTS_MAX {
+                opened
+                    .entry
+                    .emit(&inner, &*self.shared.events, EventKind::LaneLost);
+            }
+        }
+        self.shared.reaper_bell.ring();
+    }
+}
+
+/// A grant's durations as its `Completed` event reports them.
+pub(super) fn durations(
+    granted_at: Instant,
+    first_part_at: Option<Instant>,
+    now: Instant,
+) -> (Duration, Duration) {
+    let since = |start: Instant| now.saturating_duration_since(start);
+    (
+        since(granted_at),
+        first_part_at.map_or(Duration::ZERO, since),
+    )
+}

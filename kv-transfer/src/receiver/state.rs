@@ -1,0 +1,438 @@
+//! The receiving side of one attempt, as a pure state machine.
+//!
+//! It owns no socket, clock, task or memory: lanes report what happened together
+//! with `now`, and the answers say what to do. The shell guarantees that at most
+//! one lane is between [`ReceiverState::place`] and [`ReceiverState::arrived`] for
+//! a ticket at any time.
+//!
+//! ```text
+//!            attach             commit, all parts, root equal
+//!  Granted ----------> Receiving -------------------------> Committed
+//!     |                 |   ^ |
+//!     |        lane lost|   | | abort by the sender, damaged too often,
+//!     |                 +---+ | or another layout                        
+//!     |            attach     +---------------------------> Aborted
+//!     |                       |
+//!     +-----------------------+-- deadline, or grace after a lost lane --> Expired
+//!     |                       |
+//!     +-----------------------+-- revoke, or a newer attempt -----------> Fenced
+//! ```
+//! The four on the right are terminal: no part is placed in blocks from then on,
+//! and a second terminal transition is refused. Of lanes, only the one that
+//! attached last may write; frames of any other go to scratch.
+
+use std::ops::Range;
+use std::time::{Duration, Instant};
+
+use baton_proto::{Attempt, Epoch};
+
+use super::grant::{AbortReason, ExpiryReason, Progress, Terminal};
+use super::parts::PartTable;
+use crate::codec::Scope;
+use crate::error::Refusal;
+use crate::part::{Missing, PartRange};
+use crate::ticket::SessionId;
+
+/// Names one lane of one receiver; never reused in a receiver's life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct LaneSerial(pub u64);
+
+/// Where a grant is in its life.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// No lane has opened the ticket yet.
+    Granted,
+    /// A session owns the ticket.
+    Receiving,
+    Ended(Terminal),
+}
+
+/// Limits of one grant.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// See [`super::ReceiverConfig::resume_grace`].
+    pub resume_grace: Duration,
+    /// See [`super::ReceiverConfig::corrupt_frames_max`].
+    pub corrupt_frames_max: u32,
+}
+
+/// The answer to an opened ticket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attached {
+    pub missing: Missing,
+    /// Whether this was the first lane ever.
+    pub first: bool,
+}
+
+/// Where the payload of a data frame goes.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Placement {
+    /// Into the blocks with these part numbers; those received before go to scratch.
+    Blocks(Range<usize>),
+    /// Nowhere; the frame is read and forgotten.
+    Scratch,
+    /// The sender named a part it was not granted, or a wrong length: close its lane.
+    Violation,
+}
+
+/// What a whole data frame amounts to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Arrival {
+    /// At least one part was news.
+    Stored,
+    /// Every part was here before.
+    Duplicate,
+    /// Damaged: ask for it again.
+    Corrupt,
+    /// Damaged once too often: the grant is aborted now.
+    Poisoned,
+    /// The lane lost the right to write while the frame came in.
+    Dropped,
+}
+
+/// The answer to a commit.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CommitAnswer {
+    /// The grant is committed now.
+    Committed,
+    /// It was before; say so again.
+    Again,
+    /// Not yet: these have to come first.
+    Missing(Missing),
+    /// Never. `ended` if the grant was aborted by this very commit.
+    Refused { refusal: Refusal, ended: bool },
+}
+
+/// The receiving side of one attempt.
+pub struct ReceiverState {
+    epoch: Epoch,
+    attempt: Attempt,
+    limits: Limits,
+    phase: Phase,
+    parts: PartTable,
+    granted_at: Instant,
+    first_part_at: Option<Instant>,
+    deadline: Instant,
+    /// The session that opened the ticket first; no other may use it.
+    session: Option<SessionId>,
+    lane: Option<LaneSerial>,
+    lane_lost_at: Option<Instant>,
+    lanes_lost: u32,
+    corrupt_frames: u32,
+    /// Whether the blocks went on to a newer attempt or back to the worker.
+    parts_taken: bool,
+}
+
+impl ReceiverState {
+    /// A fresh grant.
+    pub fn new(
+        epoch: Epoch,
+        attempt: Attempt,
+        parts: PartTable,
+        limits: Limits,
+        now: Instant,
+        deadline: Duration,
+    ) -> Self {
+        Self {
+            epoch,
+            attempt,
+            limits,
+            phase: Phase::Granted,
+            parts,
+            granted_at: now,
+            first_part_at: None,
+            deadline: now + deadline,
+            session: None,
+            lane: None,
+            lane_lost_at: None,
+            lanes_lost: 0,
+            corrupt_frames: 0,
+            parts_taken: false,
+        }
+    }
+
+    pub fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    pub fn terminal(&self) -> Option<&Terminal> {
+        match &self.phase {
+            Phase::Ended(terminal) => Some(terminal),
+            Phase::Granted | Phase::Receiving => None,
+        }
+    }
+
+    pub fn attempt(&self) -> Attempt {
+        self.attempt
+    }
+
+    pub fn progress(&self) -> Progress {
+        self.parts.progress()
+    }
+
+    pub fn parts(&self) -> &PartTable {
+        &self.parts
+    }
+
+    pub fn granted_at(&self) -> Instant {
+        self.granted_at
+    }
+
+    pub fn first_part_at(&self) -> Option<Instant> {
+        self.first_part_at
+    }
+
+    /// How many lanes this grant has lost.
+    pub fn lanes_lost(&self) -> u32 {
+        self.lanes_lost
+    }
+
+    /// A lane of `session` opened the ticket. From now on only this lane writes.
+    pub fn attach(
+        &mut self,
+        lane: LaneSerial,
+        session: SessionId,
+        scope: Scope,
+        layout_matches: bool,
+    ) -> Result<Attached, Refusal> {
+        self.check(session, scope)?;
+        if let Phase::Ended(terminal) = &self.phase {
+            return match terminal {
+                // The sender missed our acceptance; its next commit is answered again.
+                Terminal::Committed => Ok(Attached {
+                    missing: Missing::nothing(),
+                    first: false,
+                }),
+                ended => Err(refusal_of(ended)),
+            };
+        }
+        if !layout_matches {
+            self.end(Terminal::Aborted(AbortReason::LayoutMismatch));
+            return Err(Refusal::LayoutMismatch);
+        }
+        let first = self.session.replace(session).is_none();
+        self.phase = Phase::Receiving;
+        self.lane = Some(lane);
+        self.lane_lost_at = None;
+        Ok(Attached {
+            missing: self.parts.missing(),
+            first,
+        })
+    }
+
+    /// Where a data frame of `lane` goes. Asked again before each read, so that a
+    /// frame that was fenced half way ends in scratch.
+    pub fn place(&self, lane: LaneSerial, scope: Scope, range: PartRange, len: u32) -> Placement {
+        if !self.may_write(lane) || scope.epoch != self.epoch || scope.attempt != self.attempt {
+            return Placement::Scratch;
+        }
+        let Some(numbers) = self.parts.numbers(range) else {
+            return Placement::Violation;
+        };
+        let granted: u64 = numbers
+            .clone()
+            .map(|number| u64::from(self.parts.extent(number).len))
+            .sum();
+        if granted == u64::from(len) {
+            Placement::Blocks(numbers)
+        } else {
+            Placement::Violation
+        }
+    }
+
+    /// Whether `lane` is the one that may write now.
+    pub fn may_write(&self, lane: LaneSerial) -> bool {
+        self.phase == Phase::Receiving && self.lane == Some(lane)
+    }
+
+    /// A data frame is whole. `crcs` are those of its parts, `intact` whether they
+    /// agree with the frame's checksum.
+    pub fn arrived(
+        &mut self,
+        lane: LaneSerial,
+        numbers: Range<usize>,
+        crcs: &[u32],
+        intact: bool,
+        now: Instant,
+    ) -> Arrival {
+        if !self.may_write(lane) {
+            return Arrival::Dropped;
+        }
+        if !intact {
+            self.corrupt_frames += 1;
+            if self.corrupt_frames > self.limits.corrupt_frames_max {
+                self.end(Terminal::Aborted(AbortReason::Corrupt));
+                return Arrival::Poisoned;
+            }
+            return Arrival::Corrupt;
+        }
+        self.first_part_at.get_or_insert(now);
+        let mut news = false;
+        for (number, &crc) in numbers.zip(crcs) {
+            news |= self.parts.receive(number, crc);
+        }
+        if news {
+            Arrival::Stored
+        } else {
+            Arrival::Duplicate
+        }
+    }
+
+    /// The sender says that it pushed `parts` parts with the root digest `root`.
+    pub fn commit(
+        &mut self,
+        lane: LaneSerial,
+        session: SessionId,
+        scope: Scope,
+        root: u32,
+        parts: u64,
+    ) -> CommitAnswer {
+        let refused = |refusal| CommitAnswer::Refused {
+            refusal,
+            ended: false,
+        };
+        if let Err(refusal) = self.check(session, scope) {
+            return refused(refusal);
+        }
+        match &self.phase {
+            Phase::Ended(Terminal::Committed) => return CommitAnswer::Again,
+            Phase::Ended(ended) => return refused(refusal_of(ended)),
+            Phase::Granted | Phase::Receiving => {}
+        }
+        if !self.may_write(lane) {
+            return refused(Refusal::Fenced);
+        }
+        let progress = self.parts.progress();
+        if !self.parts.is_complete() {
+            return CommitAnswer::Missing(self.parts.missing());
+        }
+        if parts != progress.parts_total || root != self.parts.root() {
+            self.end(Terminal::Aborted(AbortReason::Corrupt));
+            return CommitAnswer::Refused {
+                refusal: Refusal::Corrupt,
+                ended: true,
+            };
+        }
+        self.end(Terminal::Committed);
+        CommitAnswer::Committed
+    }
+
+    /// The sender gave up. `Ok(true)` if that ended the grant.
+    pub fn abort(
+        &mut self,
+        session: SessionId,
+        scope: Scope,
+        reason: String,
+    ) -> Result<bool, Refusal> {
+        self.check(session, scope)?;
+        Ok(self.end(Terminal::Aborted(AbortReason::BySender(reason))))
+    }
+
+    /// `lane` is gone. Whether this grant was its.
+    pub fn lane_lost(&mut self, lane: LaneSerial, now: Instant) -> bool {
+        if !self.may_write(lane) {
+            return false;
+        }
+        self.lane = None;
+        self.lane_lost_at = Some(now);
+        self.lanes_lost += 1;
+        true
+    }
+
+    /// Ends the grant if its time is over.
+    pub fn tick(&mut self, now: Instant) -> Option<ExpiryReason> {
+        if self.terminal().is_some() || self.wake_at()? > now {
+            return None;
+        }
+        let reason = if self.deadline <= now {
+            ExpiryReason::Deadline
+        } else {
+            ExpiryReason::LaneLost
+        };
+        self.end(Terminal::Expired(reason)).then_some(reason)
+    }
+
+    /// When [`ReceiverState::tick`] has something to do; `None` once the grant ended.
+    pub fn wake_at(&self) -> Option<Instant> {
+        if self.terminal().is_some() {
+            return None;
+        }
+        let grace = self
+            .lane_lost_at
+            .map(|lost| lost + self.limits.resume_grace);
+        Some(grace.map_or(self.deadline, |grace| grace.min(self.deadline)))
+    }
+
+    /// Takes the right to write away. Returns how the grant ended, now or before.
+    pub fn fence(&mut self) -> Terminal {
+        self.end(Terminal::Fenced);
+        self.terminal().cloned().unwrap_or(Terminal::Fenced)
+    }
+
+    /// The state of a newer attempt for the same blocks.
+    ///
+    /// # Errors
+    /// Gives back the phase unless it is fenced and still has its blocks: fence it,
+    /// wait for its guard, then ask, once.
+    pub fn regrant(
+        &mut self,
+        attempt: Attempt,
+        keep_received: bool,
+        now: Instant,
+        deadline: Duration,
+    ) -> Result<Self, Phase> {
+        let fenced = self.phase == Phase::Ended(Terminal::Fenced);
+        if !fenced || self.parts_taken || attempt <= self.attempt {
+            return Err(self.phase.clone());
+        }
+        let mut parts = self.take_parts();
+        if !keep_received {
+            parts.clear();
+        }
+        Ok(Self::new(
+            self.epoch,
+            attempt,
+            parts,
+            self.limits,
+            now,
+            deadline,
+        ))
+    }
+
+    /// Takes the blocks out of an ended grant.
+    pub fn take_parts(&mut self) -> PartTable {
+        self.parts_taken = true;
+        std::mem::replace(&mut self.parts, PartTable::empty())
+    }
+
+    fn check(&self, session: SessionId, scope: Scope) -> Result<(), Refusal> {
+        if self.session.is_some_and(|owner| owner != session) {
+            return Err(Refusal::UnknownTicket);
+        }
+        if scope.epoch != self.epoch || scope.attempt != self.attempt {
+            return Err(Refusal::Fenced);
+        }
+        Ok(())
+    }
+
+    /// The only way into a terminal state; whether this call was the one.
+    fn end(&mut self, terminal: Terminal) -> bool {
+        if self.terminal().is_some() {
+            return false;
+        }
+        self.phase = Phase::Ended(terminal);
+        self.lane = None;
+        true
+    }
+}
+
+/// What a sender is told that comes after the end.
+pub fn refusal_of(terminal: &Terminal) -> Refusal {
+    match terminal {
+        Terminal::Committed | Terminal::Fenced => Refusal::Fenced,
+        Terminal::Expired(_) => Refusal::Expired,
+        Terminal::Aborted(AbortReason::BySender(_)) => Refusal::Aborted,
+        Terminal::Aborted(AbortReason::Corrupt) => Refusal::Corrupt,
+        Terminal::Aborted(AbortReason::LayoutMismatch) => Refusal::LayoutMismatch,
+    }
+}

@@ -1,0 +1,108 @@
+//! Source blocks while a lane reads them.
+//!
+//! A lane borrows the bytes of a frame for one checksum or one non-blocking write
+//! at a time, under the transfer's read guard. Once the transfer has ended the
+//! guard is refused: the rest of a frame that is half written goes out as zeros,
+//! which its checksum exposes, so that the lane stays in step for other transfers.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+
+use baton_proto::kv_layout::ByteExtent;
+
+use super::transfer::{ReadGuard, TransferShared};
+use crate::part::crc32c;
+use crate::region;
+
+static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
+
+/// The payload of one data frame.
+pub(crate) struct Source {
+    transfer: Arc<TransferShared>,
+    extents: Vec<ByteExtent>,
+    len: usize,
+}
+
+impl Source {
+    /// A payload of extents that were pushed to `transfer` (and checked by `push`).
+    pub(crate) fn new(transfer: Arc<TransferShared>, extents: Vec<ByteExtent>) -> Self {
+        let len = extents.iter().map(|extent| extent.len as usize).sum();
+        Self {
+            transfer,
+            extents,
+            len,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Pieces of memory the payload lies in.
+    pub(crate) fn pieces(&self) -> usize {
+        self.extents.len()
+    }
+
+    /// The bytes from `from` on, until the borrow ends.
+    pub(crate) fn borrow(&self, from: usize) -> Borrowed<'_> {
+        Borrowed {
+            source: self,
+            from,
+            guard: TransferShared::guard(&self.transfer),
+        }
+    }
+
+    /// Calls `with` with the pieces of the bytes from `from` on.
+    pub(crate) fn with_slices<T>(&self, from: usize, with: impl FnOnce(&[&[u8]]) -> T) -> T {
+        let borrowed = self.borrow(from);
+        let mut slices = Vec::with_capacity(self.extents.len());
+        borrowed.slices(usize::MAX, &mut slices);
+        with(&slices)
+    }
+
+    /// CRC-32C of every part; `None` once the transfer has ended.
+    pub(crate) fn checksums(&self) -> Option<Vec<u32>> {
+        let borrowed = self.borrow(0);
+        borrowed.guard.as_ref()?;
+        let mut slices = Vec::with_capacity(self.extents.len());
+        borrowed.slices(usize::MAX, &mut slices);
+        Some(slices.into_iter().map(crc32c).collect())
+    }
+}
+
+/// Source bytes under a read guard, or zeros of the same length.
+pub(crate) struct Borrowed<'a> {
+    source: &'a Source,
+    from: usize,
+    guard: Option<ReadGuard>,
+}
+
+impl Borrowed<'_> {
+    /// Appends the pieces, until `slices` holds `pieces_max`.
+    pub(crate) fn slices<'b>(&'b self, pieces_max: usize, slices: &mut Vec<&'b [u8]>) {
+        let mut skip = self.from;
+        if self.guard.is_none() {
+            let mut left = self.source.len - skip;
+            while left > 0 && slices.len() < pieces_max {
+                let piece = left.min(ZEROS.len());
+                slices.push(&ZEROS[..piece]);
+                left -= piece;
+            }
+            return;
+        }
+        for extent in &self.source.extents {
+            let len = extent.len as usize;
+            if skip >= len {
+                skip -= len;
+                continue;
+            }
+            if slices.len() >= pieces_max {
+                return;
+            }
+            // SAFETY: `self.guard` is the transfer's read guard and lives as long as
+            // `'b`; `push` checked the extent against these regions.
+            slices.push(unsafe { region::read(self.source.transfer.regions(), *extent, skip) });
+            skip = 0;
+        }
+    }
+}

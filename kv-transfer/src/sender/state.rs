@@ -1,0 +1,577 @@
+//! The sending side of one attempt, as a pure state machine.
+//!
+//! It owns no socket, clock, task or memory. The worker's calls and the lane's
+//! frames are its events; [`SenderState::next_frame`], [`SenderState::next_commit`]
+//! and [`SenderState::abort_to_send`] say what to send. The receiver's word about
+//! what is missing overrides everything remembered here.
+//!
+//! ```text
+//!         opened by the receiver     all sent, commit asked        accepted
+//!  Open ------------------------> Sending ---------------> CommitSent --------> Acked
+//!    |                             ^  |  ^                  |  |
+//!    |                             |  |  |  parts missing   |  |
+//!    |                             |  |  +------------------+  |
+//!    |       lane lost, opened anew|  |      lane lost         |
+//!    |                             +--+------------------------+
+//!    |                                |
+//!    +--------------------------------+--> Aborted: by the worker, refused, or peer lost
+//! ```
+//! The two on the right are terminal; a second terminal transition has no effect.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::{Duration, Instant};
+
+use baton_proto::kv_layout::ByteExtent;
+use bytes::Bytes;
+
+use super::SourceBlock;
+use crate::codec::{COALESCE_BYTES, FRAME_PARTS_MAX};
+use crate::error::{Error, Refusal};
+use crate::part::{Missing, PartKey, PartRange, RootDigest};
+
+/// How long an abort is repeated on new lanes before the receiver is left to its own
+/// deadline.
+const ABORT_LINGER: Duration = Duration::from_secs(1);
+
+/// An `Open`, `Commit` or `Abort` that stays unanswered is said again after this.
+/// A lane loses nothing while it lives, so this is rare and need not be fast.
+const REPEAT_AFTER: Duration = Duration::from_millis(500);
+
+/// Why a transfer ended without acceptance.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum AbortCause {
+    /// The worker's own words.
+    Local(String),
+    Refused(Refusal),
+    PeerLost(String),
+}
+
+/// Where a transfer is in its life.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Phase {
+    /// The receiver has not said what it lacks.
+    Open,
+    Sending,
+    CommitSent,
+    Acked,
+    Aborted(AbortCause),
+}
+
+/// Limits of one transfer.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    pub queue_parts_max: usize,
+    pub queue_bytes_max: u64,
+    pub in_flight_bytes_max: u64,
+    /// A lane that stays away for longer ends the transfer.
+    pub reconnect_max: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Link {
+    Down {
+        since: Instant,
+    },
+    /// `Open` was sent; the answer is awaited.
+    Opening,
+    Up,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum PartPhase {
+    Queued,
+    Sent,
+    /// The receiver said that it has it.
+    Held,
+}
+
+#[derive(Clone, Copy, Debug)]
+struct Part {
+    extent: ByteExtent,
+    crc: Option<u32>,
+    phase: PartPhase,
+    sent_before: bool,
+}
+
+/// The parts of the next data frame.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FramePlan {
+    pub range: PartRange,
+    pub extents: Vec<ByteExtent>,
+    pub bytes: u64,
+}
+
+/// The commit frame to send.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CommitPlan {
+    pub root: u32,
+    pub parts: u64,
+    pub payload: Bytes,
+}
+
+/// Running totals of a transfer.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Totals {
+    pub bytes_sent: u64,
+    pub bytes_resent: u64,
+    pub lanes_lost: u32,
+}
+
+/// The sending side of one attempt.
+pub struct SenderState {
+    phase: Phase,
+    link: Link,
+    limits: Limits,
+    deadline: Instant,
+    parts: BTreeMap<PartKey, Part>,
+    /// Ranges of queued parts, in the order in which they were pushed or asked for.
+    queue: VecDeque<PartRange>,
+    queued_parts: usize,
+    queued_bytes: u64,
+    /// What the receiver lacked when it opened this lane: parts pushed later are
+    /// checked against it.
+    wanted: Missing,
+    commit: Option<Bytes>,
+    /// Payload bytes sent and consumed on this lane.
+    sent: u64,
+    consumed: u64,
+    /// When an `Open`, `Commit` or `Abort` that awaits its answer went out on this lane.
+    said_at: Option<Instant>,
+    abort_reason: Option<String>,
+    abort_until: Option<Instant>,
+    totals: Totals,
+}
+
+impl SenderState {
+    /// A transfer without a lane.
+    pub fn new(limits: Limits, now: Instant, deadline: Duration) -> Self {
+        Self {
+            phase: Phase::Open,
+            link: Link::Down { since: now },
+            limits,
+            deadline: now + deadline,
+            parts: BTreeMap::new(),
+            queue: VecDeque::new(),
+            queued_parts: 0,
+            queued_bytes: 0,
+            wanted: Missing::nothing(),
+            commit: None,
+            sent: 0,
+            consumed: 0,
+            abort_reason: None,
+            said_at: None,
+            abort_until: None,
+            totals: Totals::default(),
+        }
+    }
+
+    pub fn phase(&self) -> &Phase {
+        &self.phase
+    }
+
+    pub fn is_ended(&self) -> bool {
+        matches!(self.phase, Phase::Acked | Phase::Aborted(_))
+    }
+
+    pub fn totals(&self) -> Totals {
+        self.totals
+    }
+
+    pub fn parts(&self) -> u64 {
+        self.parts.len() as u64
+    }
+
+    /// Whether `push` may take more.
+    pub fn has_room(&self) -> bool {
+        self.queued_parts < self.limits.queue_parts_max
+            && self.queued_bytes < self.limits.queue_bytes_max
+    }
+
+    /// Queues blocks of one layer, all or none.
+    ///
+    /// # Errors
+    /// [`Error::Invalid`] for a part pushed before or after the commit was asked for.
+    pub fn push(&mut self, group: u16, layer: u32, blocks: &[SourceBlock]) -> Result<(), Error> {
+        if self.commit.is_some() {
+            return Err(Error::Invalid(
+                "a block was pushed after the commit".to_owned(),
+            ));
+        }
+        let key = |ordinal| PartKey {
+            group,
+            layer,
+            ordinal,
+        };
+        let mut blocks = blocks.to_vec();
+        blocks.sort_unstable_by_key(|block| block.ordinal);
+        let twice = blocks
+            .windows(2)
+            .find(|pair| pair[0].ordinal == pair[1].ordinal)
+            .map(|pair| pair[0].ordinal)
+            .or_else(|| {
+                let known = |block: &&SourceBlock| self.parts.contains_key(&key(block.ordinal));
+                blocks.iter().find(known).map(|block| block.ordinal)
+            });
+        if let Some(ordinal) = twice {
+            return Err(Error::Invalid(format!(
+                "block `{ordinal}` of layer `{layer}` was pushed twice"
+            )));
+        }
+        for SourceBlock { ordinal, extent } in blocks {
+            let key = key(ordinal);
+            let held = self.link == Link::Up && !self.wanted.contains(key);
+            let phase = if held {
+                PartPhase::Held
+            } else {
+                PartPhase::Queued
+            };
+            self.parts.insert(
+                key,
+                Part {
+                    extent,
+                    crc: None,
+                    phase,
+                    sent_before: false,
+                },
+            );
+            if !held {
+                self.enqueue(key, extent.len);
+            }
+        }
+        Ok(())
+    }
+
+    /// Everything was pushed.
+    pub fn commit(&mut self, payload: Bytes) {
+        if !self.is_ended() {
+            self.commit.get_or_insert(payload);
+        }
+    }
+
+    /// A lane is there.
+    pub fn connected(&mut self) {
+        self.link = Link::Opening;
+        self.said_at = None;
+    }
+
+    /// Whether to send `Open` now.
+    pub fn open_to_send(&mut self, now: Instant) -> bool {
+        self.link == Link::Opening && !self.is_ended() && self.say(now)
+    }
+
+    /// Whether to say now what is not said yet on this lane, or not answered for long.
+    fn say(&mut self, now: Instant) -> bool {
+        let due = self.said_at.is_none_or(|said| said + REPEAT_AFTER <= now);
+        if due {
+            self.said_at = Some(now);
+        }
+        due
+    }
+
+    /// The receiver said what it lacks.
+    pub fn opened(&mut self, missing: Missing) {
+        if self.is_ended() || self.link != Link::Opening {
+            return;
+        }
+        self.phase = Phase::Sending;
+        self.link = Link::Up;
+        self.said_at = None;
+        self.sent = 0;
+        self.consumed = 0;
+        self.queue.clear();
+        self.queued_parts = 0;
+        self.queued_bytes = 0;
+        let mut queued = Vec::new();
+        for (&key, part) in &mut self.parts {
+            if missing.contains(key) {
+                part.phase = PartPhase::Queued;
+                queued.push((key, part.extent.len));
+            } else {
+                part.phase = PartPhase::Held;
+            }
+        }
+        queued
+            .into_iter()
+            .for_each(|(key, len)| self.enqueue(key, len));
+        self.wanted = missing;
+    }
+
+    /// The lane is gone. Unless ended, the transfer waits for another one.
+    pub fn lane_lost(&mut self, now: Instant) {
+        if !matches!(self.link, Link::Down { .. }) {
+            self.link = Link::Down { since: now };
+            self.said_at = None;
+            self.totals.lanes_lost += 1;
+            if self.phase == Phase::CommitSent {
+                self.phase = Phase::Sending;
+            }
+        }
+    }
+
+    /// The next consecutive queued parts that the window has room for.
+    pub fn next_frame(&mut self) -> Option<FramePlan> {
+        if self.link != Link::Up || self.is_ended() {
+            return None;
+        }
+        let head = *self.queue.front()?;
+        let mut plan = FramePlan {
+            range: PartRange { count: 0, ..head },
+            extents: Vec::new(),
+            bytes: 0,
+        };
+        for key in head.keys().take(FRAME_PARTS_MAX as usize) {
+            let part = self.parts.get(&key)?;
+            let bytes = plan.bytes + u64::from(part.extent.len);
+            if plan.range.count > 0 && bytes > COALESCE_BYTES as u64 {
+                break;
+            }
+            plan.bytes = bytes;
+            plan.range.count += 1;
+            plan.extents.push(part.extent);
+        }
+        let in_flight = self.sent.saturating_sub(self.consumed);
+        if in_flight > 0 && in_flight + plan.bytes > self.limits.in_flight_bytes_max {
+            return None;
+        }
+        for key in plan.range.keys() {
+            if let Some(part) = self.parts.get_mut(&key) {
+                part.phase = PartPhase::Sent;
+                if std::mem::replace(&mut part.sent_before, true) {
+                    self.totals.bytes_resent += u64::from(part.extent.len);
+                }
+            }
+        }
+        self.queued_parts -= plan.range.count as usize;
+        self.queued_bytes -= plan.bytes;
+        self.sent += plan.bytes;
+        self.totals.bytes_sent += plan.bytes;
+        self.queue.pop_front();
+        if plan.range.count < head.count {
+            self.queue.push_front(PartRange {
+                first: head.first + plan.range.count,
+                count: head.count - plan.range.count,
+                ..head
+            });
+        }
+        Some(plan)
+    }
+
+    /// The checksums of parts, computed from their bytes.
+    pub fn checksums(&mut self, range: PartRange, crcs: &[u32]) {
+        for (key, &crc) in range.keys().zip(crcs) {
+            if let Some(part) = self.parts.get_mut(&key) {
+                part.crc = Some(crc);
+            }
+        }
+    }
+
+    /// Once a commit is due: a part whose checksum is still unknown because the
+    /// receiver had it all along.
+    pub fn next_unchecked(&self) -> Option<(PartRange, ByteExtent)> {
+        if !self.commit_is_due() {
+            return None;
+        }
+        self.parts
+            .iter()
+            .find(|(_, part)| part.crc.is_none())
+            .map(|(key, part)| {
+                let PartKey {
+                    group,
+                    layer,
+                    ordinal,
+                } = *key;
+                (
+                    PartRange {
+                        group,
+                        layer,
+                        first: ordinal,
+                        count: 1,
+                    },
+                    part.extent,
+                )
+            })
+    }
+
+    /// The commit, once everything pushed was sent and its checksums are known.
+    pub fn next_commit(&mut self, now: Instant) -> Option<CommitPlan> {
+        let unanswered =
+            self.phase == Phase::CommitSent && self.link == Link::Up && self.queue.is_empty();
+        if !(self.commit_is_due() || unanswered) || !self.say(now) {
+            return None;
+        }
+        let payload = self.commit.clone()?;
+        let mut digest = RootDigest::new();
+        for (&key, part) in &self.parts {
+            digest.part(key, part.crc?);
+        }
+        self.phase = Phase::CommitSent;
+        Some(CommitPlan {
+            root: digest.value(),
+            parts: self.parts.len() as u64,
+            payload,
+        })
+    }
+
+    fn commit_is_due(&self) -> bool {
+        self.link == Link::Up
+            && self.phase == Phase::Sending
+            && self.commit.is_some()
+            && self.queue.is_empty()
+    }
+
+    /// The receiver has read `consumed` payload bytes of this lane.
+    pub fn acknowledged(&mut self, consumed: u64) {
+        self.consumed = self.consumed.max(consumed.min(self.sent));
+    }
+
+    /// A frame arrived damaged.
+    pub fn damaged(&mut self, range: PartRange) {
+        if self.link == Link::Up && !self.is_ended() {
+            range
+                .keys()
+                .take(FRAME_PARTS_MAX as usize)
+                .for_each(|key| self.requeue(key));
+        }
+    }
+
+    /// The commit came before these parts.
+    pub fn missing(&mut self, missing: &Missing, now: Instant) {
+        if self.phase != Phase::CommitSent {
+            return;
+        }
+        self.phase = Phase::Sending;
+        self.said_at = None;
+        let keys: Vec<PartKey> = self
+            .parts
+            .keys()
+            .copied()
+            .filter(|key| missing.contains(*key))
+            .collect();
+        keys.into_iter().for_each(|key| self.requeue(key));
+        if self.queue.is_empty() {
+            let cause = AbortCause::Refused(Refusal::Incomplete);
+            self.abort_with(cause, "blocks were never pushed", now);
+        }
+    }
+
+    /// The receiver accepted. Whether that was news.
+    pub fn committed(&mut self) -> bool {
+        self.phase == Phase::CommitSent && self.end(Phase::Acked)
+    }
+
+    /// The receiver will not take this attempt.
+    pub fn refused(&mut self, refusal: Refusal) -> bool {
+        self.end(Phase::Aborted(AbortCause::Refused(refusal)))
+    }
+
+    /// The worker gives up.
+    pub fn abort(&mut self, reason: &str, now: Instant) -> bool {
+        self.abort_with(AbortCause::Local(reason.to_owned()), reason, now)
+    }
+
+    /// Nothing will be heard from the receiver any more.
+    pub fn peer_lost(&mut self, reason: &str, now: Instant) -> bool {
+        self.abort_with(AbortCause::PeerLost(reason.to_owned()), reason, now)
+    }
+
+    fn abort_with(&mut self, cause: AbortCause, reason: &str, now: Instant) -> bool {
+        let ended = self.end(Phase::Aborted(cause));
+        if ended {
+            self.abort_reason = Some(reason.to_owned());
+            self.abort_until = Some(now + ABORT_LINGER);
+        }
+        ended
+    }
+
+    /// The reason to put into an `Abort` frame now.
+    pub fn abort_to_send(&mut self, now: Instant) -> Option<String> {
+        if matches!(self.link, Link::Down { .. }) || self.abort_until.is_none() {
+            return None;
+        }
+        let reason = self.abort_reason.clone()?;
+        self.say(now).then_some(reason)
+    }
+
+    /// The receiver heard the abort.
+    pub fn abort_heard(&mut self) {
+        self.abort_until = None;
+    }
+
+    /// Whether the transfer still has something to say or to hear.
+    pub fn wants_lane(&self, now: Instant) -> bool {
+        !self.is_ended() || self.abort_until.is_some_and(|until| now < until)
+    }
+
+    /// Ends the transfer if its time is over; whether it did.
+    pub fn tick(&mut self, now: Instant) -> bool {
+        if self.is_ended() {
+            return false;
+        }
+        if now >= self.deadline {
+            return self.peer_lost("the transfer's deadline passed", now);
+        }
+        match self.link {
+            Link::Down { since } if now >= since + self.limits.reconnect_max => {
+                self.peer_lost("no lane came up in time", now)
+            }
+            Link::Down { .. } | Link::Opening | Link::Up => false,
+        }
+    }
+
+    /// When time alone may change what to do or say.
+    pub fn wake_at(&self) -> Option<Instant> {
+        let end = if self.is_ended() {
+            self.abort_until?
+        } else if let Link::Down { since } = self.link {
+            self.deadline.min(since + self.limits.reconnect_max)
+        } else {
+            self.deadline
+        };
+        Some(
+            self.said_at
+                .map_or(end, |said| end.min(said + REPEAT_AFTER)),
+        )
+    }
+
+    fn requeue(&mut self, key: PartKey) {
+        if let Some(part) = self.parts.get_mut(&key)
+            && part.phase != PartPhase::Queued
+        {
+            part.phase = PartPhase::Queued;
+            let len = part.extent.len;
+            self.enqueue(key, len);
+        }
+    }
+
+    fn enqueue(&mut self, key: PartKey, len: u32) {
+        self.queued_parts += 1;
+        self.queued_bytes += u64::from(len);
+        match self.queue.back_mut() {
+            Some(last)
+                if (last.group, last.layer) == (key.group, key.layer)
+                    && last.first.checked_add(last.count) == Some(key.ordinal) =>
+            {
+                last.count += 1;
+            }
+            _ => self.queue.push_back(PartRange {
+                group: key.group,
+                layer: key.layer,
+                first: key.ordinal,
+                count: 1,
+            }),
+        }
+    }
+
+    /// The only way into a terminal phase; whether this call was the one.
+    fn end(&mut self, phase: Phase) -> bool {
+        if self.is_ended() {
+            return false;
+        }
+        self.phase = phase;
+        self.said_at = None;
+        self.queue.clear();
+        self.queued_parts = 0;
+        self.queued_bytes = 0;
+        true
+    }
+}

@@ -1,0 +1,135 @@
+//! What the handoff asks of a transport: to move frames, and nothing else.
+//!
+//! A transport opens a [`Lane`] to a receiver and moves what is queued in an
+//! [`OutQueue`] towards it, and control frames back. It holds no retry, no
+//! deadline and no policy: a failing call means the lane is gone, and the handoff
+//! layer decides what follows.
+
+pub(crate) mod loopback;
+pub(crate) mod tcp;
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use crate::codec::{Control, HEADER_BYTES, Header, Scope};
+use crate::error::Error;
+use crate::sender::source::Source;
+use crate::wake::Bell;
+
+/// The sender's end of one open lane.
+pub(crate) trait Lane: Send {
+    /// Moves queued frames towards the receiver as far as that goes without blocking.
+    /// `more` says that the queue will be filled again at once. Returns whether
+    /// anything moved.
+    ///
+    /// # Errors
+    /// Any: the lane is gone.
+    fn flush(&mut self, queue: &mut OutQueue, more: bool) -> Result<bool, Error>;
+
+    /// The next frame from the receiver, if one is here.
+    ///
+    /// # Errors
+    /// Any: the lane is gone.
+    fn receive(&mut self) -> Result<Option<(Scope, Control)>, Error>;
+
+    /// Parks until the bell rings, a frame came, `timeout` is over, or, if
+    /// `want_flush`, the lane can take bytes again.
+    ///
+    /// # Errors
+    /// Any: the lane is gone.
+    fn park(&mut self, bell: &Bell, want_flush: bool, timeout: Duration) -> Result<(), Error>;
+}
+
+/// One frame on its way out.
+pub(crate) enum OutFrame {
+    Control {
+        scope: Scope,
+        control: Control,
+        bytes: Vec<u8>,
+    },
+    Data {
+        header: Header,
+        bytes: [u8; HEADER_BYTES],
+        source: Source,
+    },
+}
+
+impl OutFrame {
+    pub(crate) fn len(&self) -> usize {
+        match self {
+            Self::Control { bytes, .. } => bytes.len(),
+            Self::Data { source, .. } => HEADER_BYTES + source.len(),
+        }
+    }
+}
+
+/// Frames in the order in which they leave.
+#[derive(Default)]
+pub(crate) struct OutQueue {
+    frames: VecDeque<OutFrame>,
+    /// Bytes of the first frame that have left.
+    sent: usize,
+    /// Bytes that have not left.
+    bytes: usize,
+}
+
+impl OutQueue {
+    pub(crate) fn push_control(&mut self, scope: Scope, control: Control) {
+        let bytes = control.encode(scope);
+        self.push(OutFrame::Control {
+            scope,
+            control,
+            bytes,
+        });
+    }
+
+    pub(crate) fn push_data(&mut self, header: Header, source: Source) {
+        self.push(OutFrame::Data {
+            header,
+            bytes: header.encode(),
+            source,
+        });
+    }
+
+    fn push(&mut self, frame: OutFrame) {
+        self.bytes += frame.len();
+        self.frames.push_back(frame);
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.frames.is_empty()
+    }
+
+    /// The frames from the first one on, and how many bytes of it have left.
+    pub(crate) fn frames(&self) -> (impl Iterator<Item = &OutFrame>, usize) {
+        (self.frames.iter(), self.sent)
+    }
+
+    /// Takes the whole first frame.
+    pub(crate) fn pop(&mut self) -> Option<OutFrame> {
+        let frame = self.frames.pop_front()?;
+        self.bytes -= frame.len() - self.sent;
+        self.sent = 0;
+        Some(frame)
+    }
+
+    /// Takes note that `bytes` more bytes have left.
+    pub(crate) fn advance(&mut self, bytes: usize) {
+        let mut left = bytes;
+        while let Some(first) = self.frames.front() {
+            let open = first.len() - self.sent;
+            if left < open {
+                self.sent += left;
+                self.bytes -= left;
+                return;
+            }
+            left -= open;
+            self.pop();
+        }
+        debug_assert_eq!(left, 0, "more bytes left than were queued");
+    }
+}

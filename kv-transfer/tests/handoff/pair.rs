@@ -1,0 +1,416 @@
+//! A prefill end and a decode end with random block maps between them.
+#![allow(unsafe_code)]
+
+use std::cell::UnsafeCell;
+use std::sync::Arc;
+use std::time::Duration;
+
+use baton_kv_transfer::fault_proxy::FaultProxy;
+use baton_kv_transfer::receiver::{
+    BlockGrant, Event, EventKind, GrantRequest, GroupGrant, Receiver, ReceiverConfig, event,
+};
+use baton_kv_transfer::sender::{
+    CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, Transfer, TransportKind,
+};
+use baton_kv_transfer::{
+    DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable, Ticket,
+};
+use baton_proto::kv_layout::ByteExtent;
+use baton_proto::{Attempt, Epoch, RequestId};
+use bytes::Bytes;
+use rand::rngs::StdRng;
+use rand::seq::SliceRandom;
+use rand::{Rng, RngCore, SeedableRng};
+use tokio::sync::mpsc::UnboundedReceiver;
+
+pub const EPOCH: Epoch = Epoch(0xbeef);
+pub const LAYOUT: LayoutDigest = LayoutDigest([9; 32]);
+
+/// Raw memory that lanes write while the test looks at it only when they do not.
+pub struct Arena(Box<[UnsafeCell<u8>]>);
+
+// SAFETY: tests read and write the bytes only while no lane may touch them.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    pub fn new(len: usize, rng: &mut StdRng) -> Arc<Self> {
+        let mut bytes = vec![0u8; len];
+        rng.fill_bytes(&mut bytes);
+        Arc::new(Self(bytes.into_iter().map(UnsafeCell::new).collect()))
+    }
+
+    fn region(self: &Arc<Self>) -> MemoryRegion {
+        let keep: Arc<Self> = Arc::clone(self);
+        // SAFETY: `keep` owns the allocation; the tests keep the promises of `new`.
+        unsafe { MemoryRegion::new(self.0.as_ptr().cast_mut().cast(), self.0.len(), keep) }
+    }
+
+    /// The bytes now. No lane may be writing them.
+    pub fn bytes(&self) -> Vec<u8> {
+        // SAFETY: the caller says that no lane writes now.
+        self.0.iter().map(|cell| unsafe { *cell.get() }).collect()
+    }
+
+    /// Overwrites everything. No lane may be touching it.
+    pub fn fill(&self, byte: u8) {
+        for cell in &self.0 {
+            // SAFETY: the caller says that no lane touches it now.
+            unsafe { *cell.get() = byte };
+        }
+    }
+}
+
+/// What is moved: layers and ordinals of each group, and bytes per part.
+#[derive(Clone, Debug)]
+pub struct Shape {
+    pub groups: Vec<(Vec<u32>, Vec<u32>)>,
+    pub part_bytes: u32,
+}
+
+impl Shape {
+    pub fn single(layers: u32, blocks: u32, part_bytes: u32) -> Self {
+        Self {
+            groups: vec![((0..layers).collect(), (0..blocks).collect())],
+            part_bytes,
+        }
+    }
+
+    pub fn random(rng: &mut StdRng) -> Self {
+        let group = |rng: &mut StdRng, first_layer: u32| {
+            let layers = (0..rng.random_range(1..6))
+                .map(|i| first_layer + i)
+                .collect();
+            let start = rng.random_range(0..5);
+            let mut ordinals: Vec<u32> = (start..start + rng.random_range(1..60)).collect();
+            ordinals.retain(|_| rng.random_bool(0.8));
+            if ordinals.is_empty() {
+                ordinals.push(3);
+            }
+            (layers, ordinals)
+        };
+        let mut groups = vec![group(rng, 0)];
+        if rng.random_bool(0.5) {
+            groups.push(group(rng, 10));
+        }
+        Self {
+            groups,
+            part_bytes: *[1, 64, 1000, 12_288, 70_000].choose_one(rng),
+        }
+    }
+
+    pub fn parts(&self) -> u64 {
+        self.groups
+            .iter()
+            .map(|(layers, ordinals)| (layers.len() * ordinals.len()) as u64)
+            .sum()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.parts() * u64::from(self.part_bytes)
+    }
+
+    fn pool_bytes(&self, group: usize) -> usize {
+        let (layers, ordinals) = &self.groups[group];
+        pool_blocks(ordinals.len()) * layers.len() * self.part_bytes as usize
+    }
+}
+
+trait ChooseOne<T> {
+    fn choose_one(&self, rng: &mut StdRng) -> &T;
+}
+
+impl<T> ChooseOne<T> for [T] {
+    fn choose_one(&self, rng: &mut StdRng) -> &T {
+        &self[rng.random_range(0..self.len())]
+    }
+}
+
+/// More blocks than are moved, so that strays would hit something that is checked.
+fn pool_blocks(moved: usize) -> usize {
+    moved + 3
+}
+
+/// How the two ends are joined.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Via {
+    Loopback,
+    Tcp,
+    Proxy,
+}
+
+/// Both ends.
+pub struct Pair {
+    pub shape: Shape,
+    pub receiver: Receiver,
+    pub events: UnboundedReceiver<Event>,
+    pub port: Option<DataPort>,
+    pub proxy: Option<FaultProxy>,
+    pub sender: Sender,
+    via: Via,
+    pub source: Vec<Arc<Arena>>,
+    pub destination: Vec<Arc<Arena>>,
+    source_blocks: Vec<Vec<u32>>,
+    destination_blocks: Vec<Vec<u32>>,
+}
+
+impl Pair {
+    pub fn new(via: Via, shape: Shape, seed: u64) -> Self {
+        Self::with(via, shape, seed, |_| {}, |_| {})
+    }
+
+    pub fn with(
+        via: Via,
+        shape: Shape,
+        seed: u64,
+        receiving: impl FnOnce(&mut ReceiverConfig),
+        sending: impl FnOnce(&mut SenderConfig),
+    ) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let groups = 0..shape.groups.len();
+        let mut arenas = || -> Vec<Arc<Arena>> {
+            groups
+                .clone()
+                .map(|group| Arena::new(shape.pool_bytes(group), &mut rng))
+                .collect()
+        };
+        let (source, destination) = (arenas(), arenas());
+        let regions =
+            |arenas: &[Arc<Arena>]| -> RegionTable { arenas.iter().map(Arena::region).collect() };
+        let mut blocks = || -> Vec<Vec<u32>> {
+            let shuffled = |ordinals: &Vec<u32>, rng: &mut StdRng| {
+                let mut blocks: Vec<u32> = (0..pool_blocks(ordinals.len()) as u32).collect();
+                // Half of the maps keep runs of neighbours, as real pools do.
+                if rng.random_bool(0.5) {
+                    blocks.shuffle(rng);
+                }
+                blocks.truncate(ordinals.len());
+                blocks
+            };
+            shape
+                .groups
+                .iter()
+                .map(|(_, ordinals)| shuffled(ordinals, &mut rng))
+                .collect()
+        };
+        let (source_blocks, destination_blocks) = (blocks(), blocks());
+
+        let (sink, events) = event::channel();
+        let mut config = ReceiverConfig::new(EPOCH, LAYOUT, regions(&destination));
+        receiving(&mut config);
+        let receiver = Receiver::start(config, sink).unwrap();
+        let port = (via != Via::Loopback)
+            .then(|| DataPort::bind(DataPortConfig::default(), receiver.clone()).unwrap());
+        let proxy = (via == Via::Proxy)
+            .then(|| FaultProxy::start(port.as_ref().unwrap().local_address()).unwrap());
+        let mut config = SenderConfig::new(regions(&source));
+        config.transports = vec![match via {
+            Via::Loopback => TransportKind::Loopback,
+            Via::Tcp | Via::Proxy => TransportKind::Tcp,
+        }];
+        sending(&mut config);
+        let sender = Sender::start(config);
+        Self {
+            shape,
+            receiver,
+            events,
+            port,
+            proxy,
+            sender,
+            via,
+            source,
+            destination,
+            source_blocks,
+            destination_blocks,
+        }
+    }
+
+    pub fn proxy(&self) -> &FaultProxy {
+        self.proxy.as_ref().unwrap()
+    }
+
+    fn extent(&self, group: usize, layer: usize, block: u32) -> ByteExtent {
+        let (layers, _) = &self.shape.groups[group];
+        let index = block as usize * layers.len() + layer;
+        ByteExtent {
+            offset: index as u64 * u64::from(self.shape.part_bytes),
+            len: self.shape.part_bytes,
+            region: group as u16,
+        }
+    }
+
+    pub fn request(&self, attempt: u32, deadline: Duration) -> GrantRequest {
+        let groups = self
+            .shape
+            .groups
+            .iter()
+            .enumerate()
+            .map(|(group, (layers, ordinals))| {
+                let block = |(ordinal, block): (&u32, &u32)| BlockGrant {
+                    ordinal: *ordinal,
+                    layers: (0..layers.len())
+                        .map(|l| self.extent(group, l, *block))
+                        .collect(),
+                };
+                let blocks = ordinals
+                    .iter()
+                    .zip(&self.destination_blocks[group])
+                    .map(block);
+                GroupGrant {
+                    group: group as u16,
+                    layers: layers.clone(),
+                    blocks: blocks.collect(),
+                }
+            });
+        GrantRequest {
+            request_id: RequestId::from("r"),
+            attempt: Attempt(attempt),
+            epoch: EPOCH,
+            groups: groups.collect(),
+            deadline,
+        }
+    }
+
+    pub fn grant(&self, attempt: u32) -> Ticket {
+        self.receiver
+            .grant(self.request(attempt, Duration::from_secs(20)))
+            .unwrap()
+            .ticket
+    }
+
+    pub fn target(&self, ticket: Ticket, attempt: u32) -> LaneTarget {
+        let data_address = match self.via {
+            Via::Loopback => None,
+            Via::Tcp => self.port.as_ref().map(DataPort::local_address),
+            Via::Proxy => self.proxy.as_ref().map(FaultProxy::address),
+        };
+        LaneTarget {
+            data_address,
+            process_token: self.receiver.process_token(),
+            lane_key: self.receiver.lane_key().clone(),
+            ticket,
+            epoch: EPOCH,
+            attempt: Attempt(attempt),
+            request_id: RequestId::from("r"),
+            deadline: Duration::from_secs(20),
+        }
+    }
+
+    pub fn open(&self, ticket: Ticket, attempt: u32) -> Transfer {
+        self.sender
+            .open(self.target(ticket, attempt), LAYOUT)
+            .unwrap()
+    }
+
+    /// Layers in the order in which an engine finishes them: (group, index, model layer).
+    pub fn layers(&self) -> Vec<(usize, usize, u32)> {
+        let mut layers: Vec<_> = self
+            .shape
+            .groups
+            .iter()
+            .enumerate()
+            .flat_map(|(group, (layers, _))| {
+                layers
+                    .iter()
+                    .enumerate()
+                    .map(move |(index, layer)| (group, index, *layer))
+            })
+            .collect();
+        layers.sort_by_key(|(_, _, layer)| *layer);
+        layers
+    }
+
+    pub fn source_blocks(&self, group: usize, layer: usize) -> Vec<SourceBlock> {
+        let (_, ordinals) = &self.shape.groups[group];
+        let block = |(ordinal, block): (&u32, &u32)| SourceBlock {
+            ordinal: *ordinal,
+            extent: self.extent(group, layer, *block),
+        };
+        ordinals
+            .iter()
+            .zip(&self.source_blocks[group])
+            .map(block)
+            .collect()
+    }
+
+    /// Pushes every part, in chunks as a chunked prefill would.
+    pub async fn push_all(&self, transfer: &Transfer) -> Result<(), baton_kv_transfer::Error> {
+        for (group, index, layer) in self.layers() {
+            for chunk in self.source_blocks(group, index).chunks(32) {
+                transfer.push(group as u16, layer, chunk).await?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Grants, pushes and commits one attempt.
+    pub async fn hand_off(&self, payload: &'static [u8]) -> CommitOutcome {
+        let transfer = self.open(self.grant(1), 1);
+        let _ = self.push_all(&transfer).await;
+        let outcome = transfer.commit(Bytes::from_static(payload)).await;
+        transfer.quiesced().await;
+        outcome
+    }
+
+    /// The next event that is not `Started` or `LaneLost`.
+    pub async fn terminal(&mut self) -> EventKind {
+        loop {
+            let event = self.next_event().await;
+            if !matches!(event, EventKind::Started | EventKind::LaneLost) {
+                return event;
+            }
+        }
+    }
+
+    pub async fn next_event(&mut self) -> EventKind {
+        let event = tokio::time::timeout(Duration::from_secs(15), self.events.recv()).await;
+        event
+            .expect("no event in time")
+            .expect("the receiver is alive")
+            .what
+    }
+
+    /// No terminal event has been sent (beyond those taken).
+    pub fn assert_no_terminal_event(&mut self) {
+        while let Ok(event) = self.events.try_recv() {
+            assert!(
+                matches!(event.what, EventKind::Started | EventKind::LaneLost),
+                "{event:?}"
+            );
+        }
+    }
+
+    pub fn snapshot(&self) -> Vec<Vec<u8>> {
+        self.destination.iter().map(|arena| arena.bytes()).collect()
+    }
+
+    /// Every granted part holds its source's bytes; every other byte is as in `before`.
+    pub fn assert_equal(&self, before: &[Vec<u8>]) {
+        let source: Vec<Vec<u8>> = self.source.iter().map(|arena| arena.bytes()).collect();
+        let mut expected = before.to_vec();
+        for (group, (layers, ordinals)) in self.shape.groups.iter().enumerate() {
+            for layer in 0..layers.len() {
+                for index in 0..ordinals.len() {
+                    let from = self.extent(group, layer, self.source_blocks[group][index]);
+                    let to = self.extent(group, layer, self.destination_blocks[group][index]);
+                    let (from, to) = (from.offset as usize, to.offset as usize);
+                    let len = self.shape.part_bytes as usize;
+                    expected[group][to..to + len].copy_from_slice(&source[group][from..from + len]);
+                }
+            }
+        }
+        assert!(
+            self.snapshot() == expected,
+            "bytes differ for {:?}",
+            self.shape
+        );
+    }
+}
+
+/// Polls until `condition` holds.
+pub async fn until(what: &str, condition: impl Fn() -> bool) {
+    let started = std::time::Instant::now();
+    while !condition() {
+        assert!(started.elapsed() < Duration::from_secs(15), "never: {what}");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
