@@ -132,50 +132,60 @@ fn llama_with_biases_and_scaled_rope_gives_the_reference_logits() {
     check_exact("tiny-llama-bias", "tiny-llama-bias");
 }
 
-/// Real, quantised models: the reference rounds activations as the engine does, but
-/// sums in another order, and a sum's last bit can turn a code. The file says by how
-/// much two right implementations differ; twice that is allowed.
+/// Real, quantised models, against exact arithmetic. The engine rounds activations to
+/// int8 codes, so it may be off by the tolerance the file states and the fixtures'
+/// README justifies; so is the first place where the gap is small.
 fn check_real(name: &str) {
     let Some(path) = real_model(&format!("{name}.gguf")) else {
         return;
     };
     let model = open(&path);
     let reference = reference(name);
+    let tolerance = |key: &str| reference["tolerance"][key].as_f64().unwrap() as f32;
     let probes = ids(&reference["probe_ids"]);
     for prompt in reference["prompts"].as_array().unwrap() {
         let tokens = ids(&prompt["ids"]);
         let mut runner = Runner::new(&model, Setup::default());
         let (_, logits) = runner.prefill(&tokens, 128);
-        let rounded = &prompt["rounded"];
-        let int8 = &rounded["int8"];
-        let noise = rounded["int8_against_itself"]["max_abs_difference"]
-            .as_f64()
-            .or(int8["max_abs_difference"].as_f64())
-            .unwrap() as f32;
-        let tolerance = 2.0 * noise + EXACT_TOLERANCE;
-        let expected = if int8["probes"].is_array() {
-            int8
-        } else {
-            prompt
-        };
         let what = format!("{name}, {} {} tokens", prompt["kind"], tokens.len());
-        let mut worst = 0.0_f32;
-        for (id, expected) in probes.iter().zip(floats(&expected["probes"])) {
-            worst = worst.max((logits[*id as usize] - expected).abs());
-        }
-        println!("{what}: largest difference {worst}, tolerance {tolerance}");
+        let tops = prompt["top"].as_array().unwrap();
+        let top = |place: usize| {
+            (
+                tops[place][0].as_u64().unwrap() as u32,
+                tops[place][1].as_f64().unwrap() as f32,
+            )
+        };
+        let figures = probes.iter().copied().zip(floats(&prompt["probes"]));
+        let worst = figures
+            .chain((0..tops.len()).map(top))
+            .map(|(id, expected)| (logits[id as usize] - expected).abs())
+            .fold(0.0, f32::max);
+        let allowed = tolerance("named");
+        println!("{what}: largest difference {worst}, {allowed} is allowed");
         assert!(
-            worst < tolerance,
-            "{what}: off by {worst}, {tolerance} is allowed"
+            worst < allowed,
+            "{what}: off by {worst}, {allowed} is allowed"
         );
-        let top: Vec<(u64, f32)> = expected["top"]
-            .as_array()
-            .unwrap()
-            .iter()
-            .map(|top| (top[0].as_u64().unwrap(), top[1].as_f64().unwrap() as f32))
-            .collect();
-        if top[0].1 - top[1].1 > 2.0 * tolerance {
-            assert_eq!(u64::from(argmax(&logits)), top[0].0, "{what}: first place");
+        if top(0).1 - top(1).1 >= tolerance("top1_gap") {
+            assert_eq!(argmax(&logits), top(0).0, "{what}: first place");
+        }
+        if let Some(every) = prompt.get("every_position") {
+            let mut runner = Runner::new(&model, Setup::default());
+            let mut sequence = runner.sequence();
+            let mut expected = ids(&every["argmax"]).into_iter();
+            let mut same = 0;
+            for part in tokens.chunks(50) {
+                let row = runner.row(&mut sequence, part, LogitsWanted::All);
+                for row in runner.run(vec![row]) {
+                    same += u32::from(expected.next() == Some(argmax(&row)));
+                }
+            }
+            let share = same as f32 / tokens.len() as f32;
+            println!("{what}: {share} of the positions have the same first place");
+            assert!(
+                share >= tolerance("text_agreement"),
+                "{what}: {share} have the same first place"
+            );
         }
     }
 }
@@ -322,4 +332,34 @@ fn a_row_does_not_depend_on_neighbours_chunks_blocks_threads_or_instruction_set(
     check_independence("tiny-qwen3");
     check_independence("rand");
     check_independence("rand-swa");
+}
+
+#[test]
+fn chunks_do_not_change_windowed_layers_at_any_length_around_the_window() {
+    let model = open(&fixture("rand-swa"));
+    for len in [1, 31, 32, 33, 64, 100, 200] {
+        let tokens = prompt(len as u32, len, model.vocab_size() as u32);
+        let all = |chunk: usize| {
+            let mut runner = Runner::new(&model, Setup::default());
+            let (mut sequence, first) = runner.prefill(&tokens, chunk);
+            let mut logits = vec![bits(&first)];
+            let mut token = argmax(&first);
+            for _ in 0..40 {
+                let next = runner.decode(&mut sequence, token);
+                token = argmax(&next);
+                logits.push(bits(&next));
+            }
+            logits
+        };
+        let expected = all(len);
+        assert!(
+            expected
+                .iter()
+                .flatten()
+                .all(|bits| f32::from_bits(*bits).is_finite())
+        );
+        for chunk in [16, 24, 64] {
+            assert_eq!(all(chunk), expected, "{len} tokens in chunks of {chunk}");
+        }
+    }
 }

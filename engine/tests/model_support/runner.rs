@@ -93,6 +93,9 @@ impl Runner {
         let blocks = setup.tokens.div_ceil(setup.block_size) + 64;
         let groups = layout.groups.len();
         let memory = KvMemory::allocate(layout, &vec![blocks; groups]).unwrap();
+        for group in 0..groups {
+            poison(&memory, group);
+        }
         let kernels = Kernels::new(setup.isa, setup.threads).unwrap();
         let executor =
             CpuExecutor::new(model, Arc::clone(&memory), kernels, setup.step_tokens_max).unwrap();
@@ -185,6 +188,15 @@ impl Runner {
         let row = self.row(sequence, &[token], LogitsWanted::Last);
         self.run(vec![row]).pop().unwrap()
     }
+}
+
+/// Fills a pool with NaN of every dtype, so that reading a slot nobody wrote shows.
+#[allow(unsafe_code)]
+fn poison(memory: &KvMemory, group: usize) {
+    let region = memory.region(group);
+    // SAFETY: the region is `len` bytes long, lives as long as `memory`, and nobody
+    // else has seen it yet.
+    unsafe { region.ptr.as_ptr().write_bytes(0xFF, region.len) };
 }
 
 /// The first of the largest.

@@ -371,3 +371,148 @@ impl<'a> Keys<'a> {
             .ok_or_else(|| self.error(key, "is missing".to_owned()))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::model::family;
+
+    fn config(json: &str) -> Result<ModelConfig, Error> {
+        let json: Map<String, Value> = serde_json::from_str(json).expect("test JSON");
+        let name = json["model_type"].as_str().expect("test JSON");
+        let family = family::by_hf_model_type(name).expect("a known family");
+        read(family, Path::new("config.json"), &json)
+    }
+
+    fn with(model_type: &str, extra: &str) -> Result<ModelConfig, Error> {
+        config(&format!(
+            r#"{{"model_type": "{model_type}", "hidden_size": 1024, "num_hidden_layers": 8,
+                "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 2048,
+                "vocab_size": 1000, "max_position_embeddings": 4096, "rms_norm_eps": 1e-6{extra}}}"#
+        ))
+    }
+
+    fn windows(config: &ModelConfig) -> Vec<Option<u32>> {
+        config.layers.iter().map(|layer| layer.window).collect()
+    }
+
+    #[test]
+    fn mistral_has_its_window_on_every_layer_or_none() {
+        let windowed = with("mistral", r#", "sliding_window": 4096"#).unwrap();
+        assert_eq!(windows(&windowed), vec![Some(4096); 8]);
+        assert_eq!(windowed.kv_groups().len(), 1);
+        assert_eq!(windowed.ropes.len(), 1);
+        let full = with("mistral", r#", "sliding_window": null, "head_dim": 128"#).unwrap();
+        assert_eq!(windows(&full), vec![None; 8]);
+        assert_eq!((full.head_dim, full.q_width()), (128, 2048));
+    }
+
+    #[test]
+    fn qwen_windows_only_the_upper_layers_and_only_when_told_to() {
+        let off = r#", "use_sliding_window": false, "sliding_window": 64, "max_window_layers": 6"#;
+        assert_eq!(windows(&with("qwen2", off).unwrap()), vec![None; 8]);
+        let on = off.replace("false", "true");
+        let config = with("qwen2", &on).unwrap();
+        assert_eq!(windows(&config)[5..], [None, Some(64), Some(64)]);
+        assert!(config.bias.qkv && !config.bias.attention_output);
+        assert_eq!(config.kv_groups()[1].layers, [6, 7]);
+    }
+
+    #[test]
+    fn qwen3_heads_have_a_size_of_their_own() {
+        let config = with("qwen3", "").unwrap();
+        assert_eq!(
+            (config.head_dim, config.qk_norm, config.bias.qkv),
+            (128, true, false)
+        );
+        assert_eq!(with("qwen3", r#", "head_dim": 32"#).unwrap().head_dim, 32);
+    }
+
+    #[test]
+    fn gemma3_alternates_and_rotates_windowed_layers_by_another_base() {
+        let extra = r#", "sliding_window": 512, "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 64, "rope_scaling": {"rope_type": "linear", "factor": 8.0}"#;
+        let config = with("gemma3_text", extra).unwrap();
+        let full: Vec<usize> = (0..8)
+            .filter(|layer| config.layers[*layer].window.is_none())
+            .collect();
+        assert_eq!(full, [5]);
+        assert_eq!(config.ropes[config.layers[5].rope].base, 1e6);
+        assert_eq!(
+            config.ropes[config.layers[5].rope].scaling,
+            RopeScaling::Linear { factor: 8.0 }
+        );
+        assert_eq!(config.ropes[config.layers[0].rope].base, 1e4);
+        assert_eq!(
+            config.ropes[config.layers[0].rope].scaling,
+            RopeScaling::None
+        );
+        assert_eq!(
+            (config.attention_scale, config.embedding_scale, config.tied),
+            (0.125, 32.0, true)
+        );
+        let newer = r#", "sliding_window": 512, "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 500000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 20000.0}},
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention",
+            "full_attention", "full_attention", "full_attention", "full_attention"]"#;
+        let config = with("gemma3_text", newer).unwrap();
+        assert_eq!(windows(&config)[..3], [None, Some(512), None]);
+        assert_eq!(
+            (config.ropes[0].base, config.ropes[1].base),
+            (500_000.0, 20_000.0)
+        );
+    }
+
+    #[test]
+    fn llama3_scaling_is_read_in_both_spellings() {
+        let scaling = r#"{"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 8192"#;
+        let old = with(
+            "llama",
+            &format!(r#", "rope_theta": 500000.0, "rope_scaling": {scaling}}}"#),
+        );
+        let new = with(
+            "llama",
+            &format!(r#", "rope_parameters": {scaling}, "rope_theta": 500000.0}}"#),
+        );
+        let (old, new) = (old.unwrap(), new.unwrap());
+        assert!(matches!(
+            old.ropes[0].scaling,
+            RopeScaling::Llama3 { factor: 32.0, .. }
+        ));
+        assert_eq!(old, new);
+        let broken = format!(r#", "rope_scaling": {}}}"#, scaling.replace("4.0", "0.5"));
+        assert!(
+            with("llama", &broken)
+                .unwrap_err()
+                .to_string()
+                .contains("high_freq_factor")
+        );
+    }
+
+    #[test]
+    fn what_is_not_offered_is_refused_by_key() {
+        for (extra, key) in [
+            (
+                r#", "rope_scaling": {"type": "yarn", "factor": 4.0}"#,
+                "rope_scaling.rope_type",
+            ),
+            (r#", "partial_rotary_factor": 0.5"#, "partial_rotary_factor"),
+            (r#", "hidden_act": "gelu""#, "hidden_act"),
+            (r#", "num_key_value_heads": 3"#, "key and value heads"),
+            (r#", "head_dim": -1"#, "head_dim"),
+            (r#", "tie_word_embeddings": 1"#, "tie_word_embeddings"),
+            (
+                r#", "sliding_window": 64, "layer_types": ["chunked_attention"]"#,
+                "layer_types",
+            ),
+        ] {
+            let message = with("llama", extra).unwrap_err().to_string();
+            assert!(
+                message.contains(&format!("`{key}`")),
+                "no `{key}` in: {message}"
+            );
+        }
+    }
+}
