@@ -1,0 +1,79 @@
+//! What a decode worker counts, and how it reads its engine's figures.
+
+use std::time::Duration;
+
+use baton_engine::api::{Load, StepStatistics};
+use baton_observability::labels::{Direction, FinishedReason, TransferFailure};
+use baton_observability::{BlockFigures, LoadFigures, StepFigures, WorkerMetrics};
+use baton_proto::sampling::FinishReason;
+
+/// The worker's metrics with this role's verbs.
+#[derive(Clone)]
+pub(crate) struct Metrics(pub(crate) WorkerMetrics);
+
+impl Metrics {
+    pub(crate) fn step(&self, step: &StepStatistics) {
+        self.0.record_step(&StepFigures {
+            duration: step.duration,
+            prefill_tokens: step.prefill_tokens,
+            decode_tokens: step.decode_tokens,
+            flops: step.flops,
+            bytes: step.bytes,
+        });
+        self.0
+            .generation_tokens
+            .inc_by(u64::from(step.decode_tokens));
+    }
+
+    pub(crate) fn load(&self, load: &Load) {
+        let mut blocks = BlockFigures::default();
+        for counts in &load.blocks {
+            blocks.free += counts.free;
+            blocks.referenced += counts.referenced;
+            blocks.cached += counts.cached;
+            blocks.reserved += counts.reserved;
+            blocks.pinned += counts.pinned;
+            blocks.quarantined += counts.quarantined;
+        }
+        let figures = LoadFigures {
+            requests_running: load.requests_running,
+            requests_waiting: load.requests_waiting,
+            preemptions_total: load.preemptions_total,
+            prefix_queries_tokens_total: load.prefix_queries_tokens_total,
+            prefix_hits_tokens_total: load.prefix_hits_tokens_total,
+        };
+        self.0.record_load(&figures, &blocks);
+    }
+
+    pub(crate) fn received(&self, bytes: u64, receiving: Duration) {
+        self.0
+            .kv_transfer_bytes
+            .get(Direction::Receive)
+            .inc_by(bytes);
+        self.0
+            .kv_transfer
+            .get(Direction::Receive)
+            .observe_duration(receiving);
+    }
+
+    pub(crate) fn receive_failed(&self, expired: bool) {
+        let cause = if expired {
+            TransferFailure::Expired
+        } else {
+            TransferFailure::PeerLost
+        };
+        self.0
+            .kv_transfer_failures
+            .get((Direction::Receive, cause))
+            .inc();
+    }
+
+    pub(crate) fn finished(&self, reason: FinishReason) {
+        let reason = match reason {
+            FinishReason::Stop => FinishedReason::Stop,
+            FinishReason::Length => FinishedReason::Length,
+            FinishReason::Cancelled => FinishedReason::Abort,
+        };
+        self.0.request_success.get(reason).inc();
+    }
+}

@@ -1,0 +1,116 @@
+//! The gRPC face of a prefill worker: one task per request, plain answers for the rest.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use baton_proto::status::to_status;
+use baton_proto::v1::prefill_worker_server::PrefillWorker;
+use baton_proto::work::WorkOrder;
+use baton_proto::worker_info::ResponseStream;
+use baton_proto::{Error, RequestId, v1};
+use tokio::sync::mpsc;
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::{Request, Response, Status};
+
+use crate::request::RequestTask;
+use crate::ship::parse_lane;
+use crate::worker::Shared;
+
+/// Events that may wait for the router: a request sends at most four.
+const OUT_EVENTS_MAX: usize = 8;
+
+pub(crate) struct Service {
+    pub(crate) shared: Arc<Shared>,
+}
+
+#[tonic::async_trait]
+impl PrefillWorker for Service {
+    type PrefillStream = ResponseStream<v1::PrefillEvent>;
+    type TokenizerSpecStream = ResponseStream<v1::TokenizerSpecChunk>;
+    type WatchStream = ResponseStream<v1::WatchEvent>;
+
+    async fn prefill(
+        &self,
+        request: Request<v1::PrefillRequest>,
+    ) -> Result<Response<Self::PrefillStream>, Status> {
+        let shared = &self.shared;
+        shared.info.check_ready()?;
+        let v1::PrefillRequest { work, lane } = request.into_inner();
+        let work = work.ok_or_else(|| refuse("work", "missing"))?;
+        let lane = lane.ok_or_else(|| refuse("lane", "missing"))?;
+        let order = WorkOrder::from_wire(work, shared.info.epoch, &shared.info.card)
+            .map_err(|error| to_status(&error))?;
+        let id = order.request_id.clone();
+        let layout = shared.engine.layout();
+        let lane = parse_lane(lane, id.clone(), layout, order.deadline)
+            .await
+            .map_err(|error| to_status(&error))?;
+        let cancelled = shared
+            .live()
+            .start(&id, Instant::now())
+            .map_err(|error| to_status(&error))?;
+
+        let (out, events) = mpsc::channel(OUT_EVENTS_MAX);
+        let task = match RequestTask::new(Arc::clone(shared), order, lane, out, cancelled) {
+            Ok(task) => task,
+            Err(error) => {
+                shared.live().end(&id);
+                return Err(to_status(&error));
+            }
+        };
+        let shared = Arc::clone(shared);
+        self.shared.tasks.spawn(async move {
+            task.run().await;
+            shared.live().end(&id);
+        });
+        Ok(Response::new(Box::pin(ReceiverStream::new(events))))
+    }
+
+    async fn cancel(
+        &self,
+        request: Request<v1::CancelRequest>,
+    ) -> Result<Response<v1::CancelResponse>, Status> {
+        let id = RequestId(request.into_inner().request_id);
+        let known = self.shared.live().cancel(&id, Instant::now());
+        Ok(Response::new(v1::CancelResponse { known }))
+    }
+
+    async fn drain(
+        &self,
+        _request: Request<v1::DrainRequest>,
+    ) -> Result<Response<v1::DrainResponse>, Status> {
+        self.shared.start_draining().await;
+        let left = self.shared.live().len();
+        Ok(Response::new(v1::DrainResponse {
+            requests_left: u32::try_from(left).unwrap_or(u32::MAX),
+        }))
+    }
+
+    async fn describe(
+        &self,
+        request: Request<v1::DescribeRequest>,
+    ) -> Result<Response<v1::WorkerDescription>, Status> {
+        let described = self.shared.info.describe(request.get_ref());
+        described
+            .map(Response::new)
+            .map_err(|error| to_status(&error))
+    }
+
+    async fn tokenizer_spec(
+        &self,
+        _request: Request<v1::TokenizerSpecRequest>,
+    ) -> Result<Response<Self::TokenizerSpecStream>, Status> {
+        Ok(Response::new(self.shared.info.tokenizer_stream()))
+    }
+
+    async fn watch(
+        &self,
+        _request: Request<v1::WatchRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
+        Ok(Response::new(self.shared.info.watch_stream()))
+    }
+}
+
+fn refuse(field: &str, message: &str) -> Status {
+    to_status(&Error::invalid(field, message))
+}

@@ -1,0 +1,427 @@
+//! Puts a prefill worker together and takes it apart.
+//!
+//! Start: engine, sender, gRPC server, then membership: a worker is
+//! listed only once a request would succeed. Stop: draining is published first, so
+//! that routers look elsewhere; prompts and handoffs end within the grace time; then the record
+//! is withdrawn, the server closed, the engine joined.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use baton_engine::api::RequestKey;
+use baton_engine::engine::{Engine, SendError};
+use baton_engine::model::Model;
+use baton_engine::routes::EventRoutes;
+use baton_kv_transfer::pool::regions_of;
+use baton_kv_transfer::sender::{Sender, SenderConfig};
+use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
+use baton_observability::{AdminState, Readiness, WorkerMetrics};
+use baton_proto::live_requests::LiveRequests;
+use baton_proto::transport::{self, bind_error};
+use baton_proto::v1::prefill_worker_server::PrefillWorkerServer;
+use baton_proto::worker_info::{WorkerInfo, WorkerState};
+use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
+use tokio::net::TcpListener;
+use tokio::sync::watch;
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tonic::service::RoutesBuilder;
+
+use crate::config::PrefillWorkerConfig;
+use crate::metrics::Metrics;
+use crate::service::Service;
+
+/// Why a worker could not start or had to stop.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    #[error(transparent)]
+    Config(#[from] WireError),
+    #[error("start engine: {0}")]
+    Engine(#[from] baton_engine::engine::Error),
+    #[error("membership: {0}")]
+    Membership(#[from] baton_membership::Error),
+    #[error("engine stopped: {0}")]
+    EngineStopped(String),
+    #[error("{0} task panicked")]
+    Task(&'static str),
+}
+
+/// What every request's task needs.
+pub(crate) struct Shared {
+    pub(crate) config: PrefillWorkerConfig,
+    pub(crate) info: WorkerInfo,
+    pub(crate) engine: Engine,
+    pub(crate) routes: Arc<EventRoutes>,
+    pub(crate) sender: Sender,
+    pub(crate) metrics: Metrics,
+    pub(crate) tasks: TaskTracker,
+    live: Mutex<LiveRequests>,
+    handoffs: AtomicU64,
+    next_key: AtomicU64,
+    state: watch::Sender<WorkerState>,
+    registration: tokio::sync::OnceCell<Registration>,
+}
+
+impl Shared {
+    pub(crate) fn next_key(&self) -> RequestKey {
+        RequestKey(self.next_key.fetch_add(1, Ordering::Relaxed))
+    }
+
+    pub(crate) fn live(&self) -> MutexGuard<'_, LiveRequests> {
+        self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn count_handoff(&self) {
+        self.handoffs.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Why the engine took no command, as the router should hear it.
+    pub(crate) fn send_error(&self, error: &SendError) -> WireError {
+        let kind = match error {
+            SendError::Full => ErrorKind::Overloaded,
+            SendError::Stopped => ErrorKind::Unavailable,
+        };
+        WireError::new(kind, error.to_string())
+            .with_retry_after(self.config.engine.limits.retry_after)
+    }
+
+    /// Marks the worker as leaving: no new requests, seen by routers at once.
+    pub(crate) async fn start_draining(&self) {
+        self.state.send_replace(WorkerState::Draining);
+        if let Some(registration) = self.registration.get()
+            && let Err(error) = registration
+                .set_state(baton_membership::WorkerState::Draining)
+                .await
+        {
+            tracing::warn!(%error, "draining could not be published");
+        }
+    }
+}
+
+/// A running prefill worker.
+pub struct PrefillWorker {
+    shared: Arc<Shared>,
+    control: SocketAddr,
+    admin: Option<SocketAddr>,
+    registry: Arc<baton_observability::Registry>,
+    stop: CancellationToken,
+    engine_stopped: watch::Receiver<Option<String>>,
+    servers: TaskTracker,
+}
+
+impl PrefillWorker {
+    /// Starts everything and registers with the membership.
+    ///
+    /// # Errors
+    /// A setting that cannot work, a port that is taken, no memory for the pools.
+    ///
+    /// *Cancel safety*: none; let it finish.
+    pub async fn start(
+        config: PrefillWorkerConfig,
+        model: Arc<Model>,
+        membership: Arc<dyn Membership>,
+    ) -> Result<Self, Error> {
+        let mut registry = baton_observability::exposition::registry(&[
+            ("model_name", config.engine.model_name.as_str()),
+            ("role", "prefill"),
+        ]);
+        let metrics = Metrics(WorkerMetrics::new(&mut registry));
+        let registry = Arc::new(registry);
+        let (stopped_tx, engine_stopped) = watch::channel(None);
+        let routes = {
+            let metrics = metrics.clone();
+            EventRoutes::new(
+                move |step| metrics.step(step),
+                move |error| {
+                    stopped_tx.send_replace(Some(error.unwrap_or_default()));
+                },
+            )
+        };
+        let tokenizer_json: Arc<[u8]> = serde_json::to_vec(model.tokenizer_spec())
+            .map_err(|error| WireError::new(ErrorKind::Internal, error.to_string()))?
+            .into();
+        let engine = {
+            let (engine_config, sink) = (config.engine.clone(), routes.sink());
+            // Mapping the pools and pinning threads takes milliseconds: not on the runtime.
+            tokio::task::spawn_blocking(move || Engine::start(model, engine_config, sink))
+                .await
+                .map_err(|_| Error::Task("engine start"))??
+        };
+
+        let epoch = Epoch(rand::random());
+        let sender = Sender::start(SenderConfig::new(regions_of(engine.memory())));
+        let listener = bind("listen", config.listen).await?;
+        let control = local_address(&listener)?;
+        let admin_listener = match config.admin_listen {
+            Some(address) => Some(bind("admin_listen", address).await?),
+            None => None,
+        };
+        let admin = admin_listener.as_ref().map(local_address).transpose()?;
+        let card = Arc::new(engine.card().clone());
+        let (state, state_rx) = watch::channel(WorkerState::Starting);
+
+        let shared = Arc::new_cyclic(|weak: &std::sync::Weak<Shared>| {
+            let weak = weak.clone();
+            let load = move || {
+                weak.upgrade()
+                    .map(|shared| shared.load())
+                    .unwrap_or_default()
+            };
+            Shared {
+                info: WorkerInfo {
+                    worker_id: config.worker_id.clone(),
+                    epoch,
+                    role: "prefill",
+                    card,
+                    data_address: String::new(),
+                    tokenizer_json,
+                    state: state_rx,
+                    load: Arc::new(load),
+                },
+                engine,
+                routes,
+                sender,
+                metrics,
+                tasks: TaskTracker::new(),
+                live: Mutex::default(),
+                handoffs: AtomicU64::new(0),
+                next_key: AtomicU64::new(1),
+                state,
+                registration: tokio::sync::OnceCell::new(),
+                config,
+            }
+        });
+
+        let stop = CancellationToken::new();
+        let servers = TaskTracker::new();
+        serve_grpc(&shared, listener, &servers, stop.clone());
+        if let Some(listener) = admin_listener {
+            let admin_state = admin_state(&shared, Arc::clone(&registry));
+            let stop = stop.clone();
+            servers.spawn(async move {
+                if let Err(error) =
+                    baton_observability::admin::serve(listener, admin_state, stop).await
+                {
+                    tracing::error!(%error, "the admin endpoint ended");
+                }
+            });
+        }
+        servers.close();
+
+        shared.state.send_replace(WorkerState::Ready);
+        let registration = membership.register(record(&shared, control)).await?;
+        // Set once, here.
+        drop(shared.registration.set(registration));
+        tracing::info!(worker = %shared.info.worker_id, %epoch, %control, model = %shared.info.card.revision, "prefill worker ready");
+        Ok(Self {
+            shared,
+            control,
+            admin,
+            registry,
+            stop,
+            engine_stopped,
+            servers,
+        })
+    }
+
+    /// Where the gRPC services listen.
+    pub fn control_address(&self) -> SocketAddr {
+        self.control
+    }
+
+    /// Where /metrics is, if it is served.
+    pub fn admin_address(&self) -> Option<SocketAddr> {
+        self.admin
+    }
+
+    /// The worker's metrics, for a process that serves several roles' as one.
+    pub fn registry(&self) -> Arc<baton_observability::Registry> {
+        Arc::clone(&self.registry)
+    }
+
+    /// Brings the gauges up to date before a scrape.
+    pub fn refresh_metrics(&self) -> impl Fn() + Send + Sync + 'static {
+        let shared = Arc::clone(&self.shared);
+        move || shared.metrics.load(&shared.engine.load())
+    }
+
+    /// Runs until `shutdown` or until the engine fails, then drains and leaves.
+    ///
+    /// # Errors
+    /// [`Error::EngineStopped`] if the engine ended by itself.
+    ///
+    /// *Cancel safety*: dropping it skips the drain.
+    pub async fn run(self, shutdown: CancellationToken) -> Result<(), Error> {
+        let mut stopped = self.engine_stopped.clone();
+        let failure = tokio::select! {
+            () = shutdown.cancelled() => None,
+            changed = stopped.wait_for(Option::is_some) => {
+                Some(changed.ok().and_then(|reason| reason.clone()).unwrap_or_default())
+            }
+        };
+        self.stop(failure.is_some()).await?;
+        match failure {
+            Some(reason) => Err(Error::EngineStopped(reason)),
+            None => Ok(()),
+        }
+    }
+
+    /// Drains (unless `at_once`), withdraws the record and ends everything.
+    ///
+    /// # Errors
+    /// [`Error::Task`] if the engine thread could not be joined.
+    pub async fn stop(self, at_once: bool) -> Result<(), Error> {
+        self.shared.start_draining().await;
+        self.shared.tasks.close();
+        if !at_once {
+            let grace = self.shared.config.drain_grace;
+            if tokio::time::timeout(grace, self.shared.tasks.wait())
+                .await
+                .is_err()
+            {
+                tracing::warn!(
+                    left = self.shared.live().len(),
+                    "the grace time is over; cancelling what is left"
+                );
+            }
+        }
+        self.shared.live().cancel_all();
+        let engine = Arc::clone(&self.shared);
+        // Requests end when their blocks are back; a stopped engine drops them all.
+        let ended =
+            tokio::time::timeout(std::time::Duration::from_secs(2), self.shared.tasks.wait()).await;
+        if ended.is_err() {
+            tracing::warn!("requests did not end in time; stopping the engine under them");
+        }
+        tokio::task::spawn_blocking(move || engine.engine.stop())
+            .await
+            .map_err(|_| Error::Task("engine stop"))?;
+        self.stop.cancel();
+        drop(tokio::time::timeout(std::time::Duration::from_secs(2), self.servers.wait()).await);
+        tracing::info!(worker = %self.shared.info.worker_id, "prefill worker left");
+        Ok(())
+    }
+}
+
+impl Shared {
+    fn load(&self) -> v1::Load {
+        let load = self.engine.load();
+        v1::Load {
+            requests_running: load.requests_running,
+            requests_waiting: load.requests_waiting,
+            prefill_tokens_waiting: load.prefill_tokens_waiting,
+            blocks: load
+                .blocks
+                .iter()
+                .map(|counts| v1::BlockCounts {
+                    total: counts.total,
+                    free: counts.free,
+                    referenced: counts.referenced,
+                    cached: counts.cached,
+                    reserved: counts.reserved,
+                    pinned: counts.pinned,
+                    quarantined: counts.quarantined,
+                })
+                .collect(),
+            preemptions_total: load.preemptions_total,
+            prefix_queries_tokens_total: load.prefix_queries_tokens_total,
+            prefix_hits_tokens_total: load.prefix_hits_tokens_total,
+            handoffs_total: self.handoffs.load(Ordering::Relaxed),
+            local_prefills_total: 0,
+        }
+    }
+}
+
+fn serve_grpc(
+    shared: &Arc<Shared>,
+    listener: TcpListener,
+    servers: &TaskTracker,
+    stop: CancellationToken,
+) {
+    let mut services = RoutesBuilder::default();
+    services.add_service(
+        PrefillWorkerServer::new(Service {
+            shared: Arc::clone(shared),
+        })
+        .max_decoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX)
+        .max_encoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX),
+    );
+    let tls = shared.config.tls.clone();
+    let mut state = shared.info.state.clone();
+    let (ready_tx, ready) = watch::channel(false);
+    let follow = async move {
+        loop {
+            ready_tx.send_replace(*state.borrow_and_update() == WorkerState::Ready);
+            if state.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    };
+    servers.spawn(async move {
+        let serving = transport::serve(
+            listener,
+            &tls,
+            services,
+            &["baton.v1.PrefillWorker"],
+            ready,
+            stop,
+        );
+        tokio::select! {
+            served = serving => if let Err(error) = served {
+                tracing::error!(%error, "the control port ended");
+            },
+            () = follow => {}
+        }
+    });
+}
+
+fn admin_state(shared: &Arc<Shared>, registry: Arc<baton_observability::Registry>) -> AdminState {
+    let state = shared.info.state.clone();
+    let refreshed = Arc::clone(shared);
+    AdminState::new(registry, move || match *state.borrow() {
+        WorkerState::Ready => Readiness::Ready,
+        other => Readiness::not_ready(other.name()),
+    })
+    .before_scrape(move || refreshed.metrics.load(&refreshed.engine.load()))
+}
+
+fn record(shared: &Shared, control: SocketAddr) -> WorkerRecord {
+    WorkerRecord {
+        id: shared.info.worker_id.clone(),
+        epoch: shared.info.epoch,
+        role: Role::Prefill,
+        state: baton_membership::WorkerState::Ready,
+        control: shared
+            .config
+            .advertise
+            .clone()
+            .unwrap_or_else(|| control.to_string()),
+        data: shared.info.data_address.clone(),
+        protocol: protocol::CURRENT,
+        card: (*shared.info.card).clone(),
+        capacity: Capacity {
+            blocks: shared
+                .engine
+                .load()
+                .blocks
+                .iter()
+                .map(|counts| counts.total)
+                .collect(),
+            sequences_max: shared.config.engine.limits.sequences_max,
+        },
+        topology: shared.config.topology.clone(),
+    }
+}
+
+async fn bind(field: &str, address: SocketAddr) -> Result<TcpListener, Error> {
+    TcpListener::bind(address)
+        .await
+        .map_err(|error| bind_error(field, &address.to_string(), &error).into())
+}
+
+fn local_address(listener: &TcpListener) -> Result<SocketAddr, Error> {
+    listener
+        .local_addr()
+        .map_err(|error| bind_error("listen", "", &error).into())
+}
