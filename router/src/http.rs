@@ -1,0 +1,272 @@
+//! The HTTP front door, in the shape of the OpenAI API.
+//!
+//! It only translates: JSON to the messages of `baton.v1` and back. What a request
+//! means, and every check of its values, is the [`Frontend`]'s.
+//!
+//! ```text
+//! wire      the JSON bodies clients send, unknown fields refused by name
+//! request   wire -> GenerateRequest
+//! answer    events -> one JSON answer
+//! stream    events -> server-sent events
+//! logprobs  token log-probabilities in both shapes
+//! fault     errors -> status and error object
+//! listener  TCP, or TLS over it
+//! page      the live page at `/`
+//! ```
+
+mod answer;
+mod fault;
+mod listener;
+mod logprobs;
+mod page;
+mod request;
+mod stream;
+mod wire;
+
+use std::future::Future;
+
+use axum::Router as Routes;
+use axum::body::Body;
+use axum::extract::{Path, State};
+use axum::http::{HeaderMap, HeaderValue, Method, Uri, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use baton_observability::{AdminState, admin};
+use baton_proto::{Error, ErrorKind, limits, v1};
+use serde::de::DeserializeOwned;
+use serde_json::json;
+use tokio::net::TcpListener;
+use tokio_util::sync::CancellationToken;
+
+use crate::frontend::{CallContext, Frontend, GenerateStream};
+use fault::Fault;
+use request::Call;
+
+/// Serves the HTTP front door until `shutdown`, then lets open answers end.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] for TLS files that cannot be used or an address beyond
+/// loopback without API keys; [`ErrorKind::Internal`] if serving breaks.
+pub fn serve(
+    frontend: Frontend,
+    listener: TcpListener,
+    admin: AdminState,
+    shutdown: CancellationToken,
+) -> impl Future<Output = Result<(), Error>> + Send + 'static {
+    async move {
+        let internal = |error: std::io::Error| Error::new(ErrorKind::Internal, error.to_string());
+        let address = listener.local_addr().map_err(internal)?;
+        let config = frontend.config();
+        config.check_exposure("http", address)?;
+        let tls = listener::tls_config(&config.tls)?;
+        let routes = routes(frontend, admin);
+        let stop = shutdown.cancelled_owned();
+        match tls {
+            None => {
+                use axum::serve::ListenerExt as _;
+                let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
+                axum::serve(listener, routes)
+                    .with_graceful_shutdown(stop)
+                    .await
+            }
+            Some(tls) => {
+                let listener = listener::TlsListener::new(listener, tls, address);
+                axum::serve(listener, routes)
+                    .with_graceful_shutdown(stop)
+                    .await
+            }
+        }
+        .map_err(internal)
+    }
+}
+
+/// Every path of the front door.
+pub fn routes(frontend: Frontend, admin: AdminState) -> Routes {
+    Routes::new()
+        .route("/", get(page::page))
+        .route("/v1/chat/completions", post(chat))
+        .route("/v1/completions", post(completions))
+        .route("/v1/models", get(models))
+        .route("/v1/models/{*name}", get(model))
+        .route("/tokenize", post(tokenize))
+        .route("/detokenize", post(detokenize))
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .with_state(frontend)
+        .merge(admin::routes(admin))
+}
+
+async fn unknown_path(uri: Uri) -> Fault {
+    let path: String = uri.path().chars().take(100).collect();
+    Fault(
+        Error::new(ErrorKind::NotFound, format!("no such path `{path}`"))
+            .with_reason("unknown_path"),
+    )
+}
+
+async fn wrong_method(method: Method, uri: Uri) -> Response {
+    let path: String = uri.path().chars().take(100).collect();
+    let message = format!("`{method}` is not allowed on `{path}`");
+    let mut response =
+        Fault(Error::invalid("", message).with_reason("method_not_allowed")).into_response();
+    *response.status_mut() = axum::http::StatusCode::METHOD_NOT_ALLOWED;
+    response
+}
+
+async fn chat(
+    State(frontend): State<Frontend>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Fault> {
+    let call = context(&frontend, &headers)?;
+    let body: wire::ChatCompletion = read(&headers, body).await?;
+    run(&frontend, Call::from_chat(body)?, call).await
+}
+
+async fn completions(
+    State(frontend): State<Frontend>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Fault> {
+    let call = context(&frontend, &headers)?;
+    let body: wire::Completion = read(&headers, body).await?;
+    run(&frontend, Call::from_completion(body)?, call).await
+}
+
+/// Starts every prompt of a call before anything is answered: one that is refused
+/// refuses the whole, and dropping the others cancels them.
+async fn run(frontend: &Frontend, call: Call, context: CallContext) -> Result<Response, Fault> {
+    let mut streams: Vec<GenerateStream> = Vec::with_capacity(call.requests.len());
+    for request in &call.requests {
+        streams.push(frontend.generate(request.clone(), context.clone()).await?);
+    }
+    let request_id = streams
+        .first()
+        .map(|stream| stream.request_id().to_string());
+    let tokenizer = frontend.tokenizer(&call.requests[0].model)?;
+    let shape = call.shape;
+    let mut response = if shape.stream {
+        stream::respond(streams, shape, tokenizer)
+    } else {
+        answer::collect(streams, &shape, &tokenizer).await?
+    };
+    if let Some(id) = request_id.and_then(|id| HeaderValue::from_str(&id).ok()) {
+        response.headers_mut().insert("x-request-id", id);
+    }
+    Ok(response)
+}
+
+async fn models(State(frontend): State<Frontend>, headers: HeaderMap) -> Result<Response, Fault> {
+    context(&frontend, &headers)?;
+    let data: Vec<_> = frontend.models().iter().map(model_object).collect();
+    Ok(axum::Json(json!({ "object": "list", "data": data })).into_response())
+}
+
+async fn model(
+    State(frontend): State<Frontend>,
+    Path(name): Path<String>,
+    headers: HeaderMap,
+) -> Result<Response, Fault> {
+    context(&frontend, &headers)?;
+    let models = frontend.models();
+    let found = models.iter().find(|model| model.name == name);
+    let found = found.ok_or_else(|| {
+        let shown: String = name.chars().take(100).collect();
+        let message = format!("no model `{shown}` is served");
+        Error::new(ErrorKind::NotFound, message)
+            .with_reason("MODEL_NOT_FOUND")
+            .with_field("model")
+    })?;
+    Ok(axum::Json(model_object(found)).into_response())
+}
+
+fn model_object(model: &v1::Model) -> serde_json::Value {
+    json!({
+        "id": model.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "baton",
+        "revision": model.revision,
+        "architecture": model.architecture,
+        "max_model_len": model.context_max,
+        "prefill_workers": model.prefill_workers,
+        "decode_workers": model.decode_workers,
+        "has_chat_template": model.has_chat_template,
+    })
+}
+
+async fn tokenize(
+    State(frontend): State<Frontend>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Fault> {
+    context(&frontend, &headers)?;
+    let body: wire::Tokenize = read(&headers, body).await?;
+    let answer = frontend.tokenize(request::tokenize(body)?).await?;
+    Ok(axum::Json(json!({
+        "tokens": answer.ids,
+        "count": answer.ids.len(),
+        "max_model_len": answer.context_max,
+    }))
+    .into_response())
+}
+
+async fn detokenize(
+    State(frontend): State<Frontend>,
+    headers: HeaderMap,
+    body: Body,
+) -> Result<Response, Fault> {
+    context(&frontend, &headers)?;
+    let body: wire::Detokenize = read(&headers, body).await?;
+    let answer = frontend
+        .detokenize(v1::DetokenizeRequest {
+            model: body.model.unwrap_or_default(),
+            ids: body.tokens,
+        })
+        .await?;
+    Ok(axum::Json(json!({ "prompt": answer.text })).into_response())
+}
+
+/// Who is calling, and under which id.
+fn context(frontend: &Frontend, headers: &HeaderMap) -> Result<CallContext, Fault> {
+    let bearer = headers
+        .get(header::AUTHORIZATION)
+        .and_then(|value| value.to_str().ok())
+        .and_then(|value| value.strip_prefix("Bearer "));
+    let mut call = CallContext::new(frontend.authenticate(bearer)?);
+    if let Some(id) = headers.get("x-request-id") {
+        call.request_id = String::from_utf8_lossy(id.as_bytes()).into_owned();
+    }
+    Ok(call)
+}
+
+/// The body as JSON; what is wrong is named by its path.
+async fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Body) -> Result<T, Fault> {
+    let too_large = || {
+        let message = format!(
+            "the body is over the limit of {} bytes",
+            limits::BODY_BYTES_MAX
+        );
+        Fault(Error::new(ErrorKind::TooLarge, message).with_reason("body_too_large"))
+    };
+    let announced = headers
+        .get(header::CONTENT_LENGTH)
+        .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+    if announced.is_some_and(|length| length > limits::BODY_BYTES_MAX as u64) {
+        return Err(too_large());
+    }
+    let bytes = axum::body::to_bytes(body, limits::BODY_BYTES_MAX)
+        .await
+        .map_err(|_| too_large())?;
+    let mut parser = serde_json::Deserializer::from_slice(&bytes);
+    let value: T = serde_path_to_error::deserialize(&mut parser).map_err(|error| {
+        let path = error.path().to_string();
+        let field = if path == "." { String::new() } else { path };
+        let message = error.into_inner().to_string();
+        Error::invalid(field, message).with_reason("invalid_json")
+    })?;
+    parser.end().map_err(|error| {
+        Error::invalid("", format!("after the JSON object: {error}")).with_reason("invalid_json")
+    })?;
+    Ok(value)
+}

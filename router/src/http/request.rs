@@ -1,0 +1,363 @@
+//! From JSON bodies to requests of `baton.v1`.
+//!
+//! Values are checked by the frontend; here only what JSON alone can get wrong is:
+//! two names for one limit, ids written as text, fields this build does not serve.
+
+use std::collections::{BTreeMap, HashMap};
+
+use baton_proto::{Error, limits, v1};
+use serde_json::Value;
+
+use super::wire;
+
+/// A call, translated.
+#[derive(Debug)]
+pub(crate) struct Call {
+    /// One per prompt, at least one.
+    pub(crate) requests: Vec<v1::GenerateRequest>,
+    pub(crate) shape: Shape,
+}
+
+/// How the answer looks.
+#[derive(Clone, Debug)]
+pub(crate) struct Shape {
+    pub(crate) chat: bool,
+    pub(crate) stream: bool,
+    pub(crate) include_usage: bool,
+    pub(crate) choices: u32,
+    pub(crate) logprobs: bool,
+}
+
+/// The sampling fields that both bodies have, moved out of either.
+macro_rules! sampling {
+    ($body:ident, $max_tokens:expr, $logprobs:expr) => {
+        v1::SamplingParams {
+            temperature: $body.temperature,
+            top_k: $body.top_k,
+            top_p: $body.top_p,
+            min_p: $body.min_p,
+            repetition_penalty: $body.repetition_penalty,
+            presence_penalty: $body.presence_penalty,
+            frequency_penalty: $body.frequency_penalty,
+            logit_bias: logit_bias($body.logit_bias.take())?,
+            // A negative seed is a seed: its bits are kept.
+            seed: $body.seed.map(i64::cast_unsigned),
+            n: $body.n,
+            max_tokens: $max_tokens,
+            min_tokens: $body.min_tokens,
+            stop_token_ids: $body.stop_token_ids.take().unwrap_or_default(),
+            ignore_eos: $body.ignore_eos,
+            logprobs: $logprobs,
+        }
+    };
+}
+
+impl Call {
+    /// A chat completion.
+    pub(crate) fn from_chat(mut body: wire::ChatCompletion) -> Result<Self, Error> {
+        for (field, value) in [
+            ("tools", &body.tools),
+            ("tool_choice", &body.tool_choice),
+            ("functions", &body.functions),
+            ("function_call", &body.function_call),
+            ("audio", &body.audio),
+            ("prediction", &body.prediction),
+            ("reasoning_effort", &body.reasoning_effort),
+            ("verbosity", &body.verbosity),
+            ("web_search_options", &body.web_search_options),
+        ] {
+            refuse_if(field, value.as_ref().is_some_and(|value| !value.is_null()))?;
+        }
+        let text_only = |value: &Value| value.is_null() || *value == serde_json::json!(["text"]);
+        refuse_if(
+            "modalities",
+            !body.modalities.as_ref().is_none_or(text_only),
+        )?;
+        refuse_format(body.response_format.as_ref())?;
+        let max_tokens = one_limit(body.max_tokens, body.max_completion_tokens)?;
+        let wants_logprobs = body.logprobs.unwrap_or(false);
+        if body.top_logprobs.is_some() && !wants_logprobs {
+            return Err(Error::invalid("top_logprobs", "needs `logprobs: true`"));
+        }
+        let logprobs = wants_logprobs.then(|| body.top_logprobs.unwrap_or(0));
+        let sampling = sampling!(body, max_tokens, logprobs);
+        let shape = shape(
+            true,
+            body.stream,
+            body.stream_options.as_ref(),
+            sampling.n,
+            logprobs,
+        )?;
+        let prompt =
+            v1::generate_request::Prompt::Chat(chat(body.messages, body.add_generation_prompt)?);
+        let request = v1::GenerateRequest {
+            model: body.model.unwrap_or_default(),
+            prompt: Some(prompt),
+            sampling: Some(sampling),
+            stop: body.stop.map(wire::Stop::into_vec).unwrap_or_default(),
+            include_stop_in_output: body.include_stop_str_in_output.unwrap_or(false),
+            exact: body.exact,
+            use_cache: body.use_cache,
+            ..v1::GenerateRequest::default()
+        };
+        Ok(Self {
+            requests: vec![request],
+            shape,
+        })
+    }
+
+    /// A plain completion.
+    pub(crate) fn from_completion(mut body: wire::Completion) -> Result<Self, Error> {
+        refuse_if("echo", body.echo == Some(true))?;
+        refuse_if(
+            "suffix",
+            body.suffix
+                .as_ref()
+                .is_some_and(|suffix| !suffix.is_empty()),
+        )?;
+        refuse_if(
+            "best_of",
+            body.best_of.is_some_and(|best| best != body.n.unwrap_or(1)),
+        )?;
+        refuse_format(body.response_format.as_ref())?;
+        let sampling = sampling!(body, body.max_tokens, body.logprobs);
+        let shape = shape(
+            false,
+            body.stream,
+            body.stream_options.as_ref(),
+            sampling.n,
+            body.logprobs,
+        )?;
+        let stop = body.stop.map(wire::Stop::into_vec).unwrap_or_default();
+        let request = |prompt| v1::GenerateRequest {
+            model: body.model.clone().unwrap_or_default(),
+            prompt: Some(prompt),
+            sampling: Some(sampling.clone()),
+            stop: stop.clone(),
+            include_stop_in_output: body.include_stop_str_in_output.unwrap_or(false),
+            exact: body.exact,
+            use_cache: body.use_cache,
+            ..v1::GenerateRequest::default()
+        };
+        let requests = prompts(body.prompt)?.into_iter().map(request).collect();
+        Ok(Self { requests, shape })
+    }
+}
+
+/// A conversation as the template gets it.
+pub(crate) fn chat(
+    messages: Vec<Value>,
+    add_generation_prompt: Option<bool>,
+) -> Result<v1::Chat, Error> {
+    if messages.is_empty() {
+        return Err(Error::invalid(
+            "messages",
+            "is empty, at least one message is needed",
+        ));
+    }
+    if messages.len() > limits::CHAT_MESSAGES_MAX {
+        return Err(Error::invalid(
+            "messages",
+            format!(
+                "{} messages, at most {}",
+                messages.len(),
+                limits::CHAT_MESSAGES_MAX
+            ),
+        ));
+    }
+    let messages = messages
+        .iter()
+        .map(|message| v1::ChatMessage {
+            json: message.to_string(),
+        })
+        .collect();
+    Ok(v1::Chat {
+        messages,
+        add_generation_prompt,
+        tools_json: String::new(),
+    })
+}
+
+/// A `/tokenize` body.
+pub(crate) fn tokenize(body: wire::Tokenize) -> Result<v1::TokenizeRequest, Error> {
+    use v1::tokenize_request::Input;
+    let input = match (body.prompt.or(body.text), body.messages) {
+        (Some(text), None) => Input::Text(text),
+        (None, Some(messages)) => Input::Chat(chat(messages, body.add_generation_prompt)?),
+        _ => {
+            return Err(Error::invalid(
+                "prompt",
+                "give either `prompt` or `messages`",
+            ));
+        }
+    };
+    Ok(v1::TokenizeRequest {
+        model: body.model.unwrap_or_default(),
+        input: Some(input),
+        add_special: body.add_special_tokens,
+    })
+}
+
+fn prompts(prompt: Option<wire::Prompt>) -> Result<Vec<v1::generate_request::Prompt>, Error> {
+    use v1::generate_request::Prompt;
+    let ids = |ids| Prompt::TokenIds(v1::TokenIds { ids });
+    let prompts: Vec<Prompt> = match prompt {
+        None => return Err(Error::invalid("prompt", "missing")),
+        Some(wire::Prompt::Text(text)) => vec![Prompt::Text(text)],
+        Some(wire::Prompt::Texts(texts)) => texts.into_iter().map(Prompt::Text).collect(),
+        Some(wire::Prompt::Ids(list)) => vec![ids(list)],
+        Some(wire::Prompt::IdLists(lists)) => lists.into_iter().map(ids).collect(),
+    };
+    if prompts.is_empty() {
+        return Err(Error::invalid("prompt", "is an empty list"));
+    }
+    if prompts.len() > limits::PROMPTS_MAX {
+        return Err(Error::invalid(
+            "prompt",
+            format!("{} prompts, at most {}", prompts.len(), limits::PROMPTS_MAX),
+        ));
+    }
+    // Found before any prompt is started: one bad entry refuses the whole.
+    let empty = prompts
+        .iter()
+        .position(|prompt| matches!(prompt, Prompt::TokenIds(list) if list.ids.is_empty()));
+    match empty {
+        Some(index) => Err(Error::invalid(format!("prompt[{index}]"), "has no tokens")),
+        None => Ok(prompts),
+    }
+}
+
+fn shape(
+    chat: bool,
+    stream: Option<bool>,
+    options: Option<&wire::StreamOptions>,
+    n: Option<u32>,
+    logprobs: Option<u32>,
+) -> Result<Shape, Error> {
+    let stream = stream.unwrap_or(false);
+    if options.is_some() && !stream {
+        return Err(Error::invalid("stream_options", "needs `stream: true`"));
+    }
+    Ok(Shape {
+        chat,
+        stream,
+        include_usage: options
+            .and_then(|options| options.include_usage)
+            .unwrap_or(false),
+        choices: n.unwrap_or(1),
+        logprobs: logprobs.is_some(),
+    })
+}
+
+fn one_limit(old: Option<u32>, new: Option<u32>) -> Result<Option<u32>, Error> {
+    match (old, new) {
+        (Some(old), Some(new)) if old != new => Err(Error::invalid(
+            "max_completion_tokens",
+            format!("{new} contradicts `max_tokens` {old}"),
+        )),
+        (old, new) => Ok(new.or(old)),
+    }
+}
+
+fn logit_bias(given: Option<BTreeMap<String, f32>>) -> Result<HashMap<u32, f32>, Error> {
+    given
+        .unwrap_or_default()
+        .into_iter()
+        .map(|(id, bias)| {
+            let parsed = id.parse::<u32>().map_err(|_| {
+                let shown: String = id.chars().take(40).collect();
+                Error::invalid("logit_bias", format!("`{shown}` is not a token id"))
+            })?;
+            Ok((parsed, bias))
+        })
+        .collect()
+}
+
+fn refuse_format(format: Option<&Value>) -> Result<(), Error> {
+    let plain = |format: &Value| format.is_null() || format["type"] == "text";
+    refuse_if("response_format", !format.is_none_or(plain))
+}
+
+fn refuse_if(field: &str, present: bool) -> Result<(), Error> {
+    if present {
+        Err(Error::unsupported(field, "is not supported"))
+    } else {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn chat_call(extra: Value) -> Result<Call, Error> {
+        let mut body = json!({ "messages": [{ "role": "user", "content": "hi" }] });
+        body.as_object_mut()
+            .unwrap()
+            .extend(extra.as_object().unwrap().clone());
+        Call::from_chat(serde_json::from_value(body).unwrap())
+    }
+
+    fn field(extra: Value) -> String {
+        chat_call(extra).unwrap_err().field
+    }
+
+    #[test]
+    fn every_optional_field_may_be_null() {
+        let nulls = json!({
+            "model": null, "max_tokens": null, "temperature": null, "stop": null, "seed": null,
+            "n": null, "tools": null, "response_format": null, "logit_bias": null, "user": null,
+            "stream": null, "stream_options": null, "logprobs": null, "top_logprobs": null,
+        });
+        let call = chat_call(nulls).unwrap();
+        assert!(!call.shape.stream && call.requests[0].sampling.as_ref().unwrap().seed.is_none());
+    }
+
+    #[test]
+    fn what_is_not_served_is_refused_by_name() {
+        assert_eq!(field(json!({ "tools": [] })), "tools");
+        assert_eq!(
+            field(json!({ "response_format": { "type": "json_object" } })),
+            "response_format"
+        );
+        assert_eq!(field(json!({ "modalities": ["audio"] })), "modalities");
+        assert_eq!(field(json!({ "top_logprobs": 3 })), "top_logprobs");
+        assert_eq!(field(json!({ "logit_bias": { "abc": 1.0 } })), "logit_bias");
+        assert_eq!(field(json!({ "stream_options": {} })), "stream_options");
+        assert_eq!(
+            field(json!({ "max_tokens": 3, "max_completion_tokens": 4 })),
+            "max_completion_tokens"
+        );
+        let unknown = serde_json::from_value::<wire::ChatCompletion>(
+            json!({ "messages": [], "tempratur": 1 }),
+        );
+        assert!(unknown.unwrap_err().to_string().contains("tempratur"));
+    }
+
+    #[test]
+    fn the_newer_limit_is_honoured() {
+        let call = chat_call(json!({ "max_completion_tokens": 7 })).unwrap();
+        assert_eq!(
+            call.requests[0].sampling.as_ref().unwrap().max_tokens,
+            Some(7)
+        );
+    }
+
+    #[test]
+    fn prompts_come_in_four_shapes() {
+        let count = |prompt: Value| {
+            let body = serde_json::from_value(json!({ "prompt": prompt })).unwrap();
+            Call::from_completion(body)
+                .map(|call| call.requests.len())
+                .map_err(|error| error.field)
+        };
+        assert_eq!(count(json!("a")), Ok(1));
+        assert_eq!(count(json!(["a", "b"])), Ok(2));
+        assert_eq!(count(json!([5, 6])), Ok(1));
+        assert_eq!(count(json!([[5], [6]])), Ok(2));
+        assert_eq!(count(json!([[5], []])), Err("prompt[1]".to_owned()));
+        assert_eq!(count(json!([])), Err("prompt".to_owned()));
+        assert_eq!(count(Value::Null), Err("prompt".to_owned()));
+    }
+}
