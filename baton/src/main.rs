@@ -1,1 +1,37 @@
-fn main() {}
+//! The entry point: parse, set up logs, run one command.
+
+use std::process::ExitCode;
+
+use baton::{cli, commands, config};
+
+fn main() -> ExitCode {
+    let cli = match config::parse(std::env::args_os()) {
+        Ok(cli) => cli,
+        Err(config::Error::Flags(error)) => error.exit(),
+        Err(error) => return fail(&error.into()),
+    };
+    match run(cli) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => fail(&error),
+    }
+}
+
+fn run(cli: cli::Cli) -> anyhow::Result<()> {
+    let default_filter = if cli.command.is_interactive() {
+        "warn"
+    } else {
+        "info"
+    };
+    let filter = cli.log.as_deref().unwrap_or(default_filter);
+    baton_observability::logging::init(cli.log_format, filter)?;
+    commands::run(cli.command)
+}
+
+/// One line a cause, on standard error.
+fn fail(error: &anyhow::Error) -> ExitCode {
+    eprintln!("error: {error}");
+    for cause in error.chain().skip(1) {
+        eprintln!("  because: {cause}");
+    }
+    ExitCode::FAILURE
+}

@@ -1,0 +1,457 @@
+//! The command line. Every flag is also an environment variable (`BATON_` and its
+//! name) and a key of the config file.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+
+use baton_observability::logging::LogFormat;
+use baton_proto::kv_layout::KvDtype;
+use clap::builder::{PossibleValuesParser, TypedValueParser as _};
+use clap::{Args, Parser, Subcommand};
+
+/// A disaggregated LLM serving cluster: prefill and decode in separate pools.
+#[derive(Debug, Parser)]
+#[command(
+    name = "baton",
+    version,
+    about,
+    after_help = "Start a whole cluster on this machine:\n  baton up\nAsk it something:\n  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello!\"}]}'"
+)]
+pub struct Cli {
+    /// TOML file with defaults for all flags: a table per subcommand, keys as the flags.
+    #[arg(long, env = "BATON_CONFIG", global = true, value_name = "FILE")]
+    pub config: Option<PathBuf>,
+    /// Log lines: json, compact, or auto (compact on a terminal).
+    #[arg(long, env = "BATON_LOG_FORMAT", global = true, default_value = "auto")]
+    pub log_format: LogFormat,
+    /// Log filter, for example `info` or `warn,baton_router=debug`.
+    #[arg(long, env = "BATON_LOG", global = true, value_name = "FILTER")]
+    pub log: Option<String>,
+    #[command(subcommand)]
+    pub command: CliCommand,
+}
+
+#[derive(Debug, Subcommand)]
+pub enum CliCommand {
+    /// Run a whole cluster in this process: router, prefill and decode workers.
+    Up(Box<UpArgs>),
+    /// Run a router: the front doors, admission and placement.
+    Router(Box<RouterRoleArgs>),
+    /// Run a prefill worker: computes prompts and ships their KV cache.
+    Prefill(Box<PrefillRoleArgs>),
+    /// Run a decode worker: continues sequences with continuous batching.
+    Decode(Box<DecodeRoleArgs>),
+    /// Generate from one prompt and stream it to standard output.
+    Generate(Box<GenerateArgs>),
+    /// Talk to a model in the terminal.
+    Chat(Box<ChatArgs>),
+    /// Fetch, list and inspect models.
+    #[command(subcommand)]
+    Model(ModelCommand),
+}
+
+impl CliCommand {
+    /// Whether a person reads standard output and log lines would be in the way.
+    pub fn is_interactive(&self) -> bool {
+        !matches!(
+            self,
+            Self::Up(_) | Self::Router(_) | Self::Prefill(_) | Self::Decode(_)
+        )
+    }
+}
+
+/// Which model is served and under what name.
+#[derive(Clone, Debug, Args)]
+pub struct ModelArgs {
+    /// GGUF file, Hugging Face folder, short name (see `baton model list`), or
+    /// hf:owner/repo[:file].
+    #[arg(long, env = "BATON_MODEL", default_value = "smollm2-135m-instruct")]
+    pub model: String,
+    /// Name clients ask for; by default the short name or the file's.
+    #[arg(long, env = "BATON_MODEL_NAME")]
+    pub model_name: Option<String>,
+    /// Folder that fetched models are kept in [default: baton/models in the user's cache folder].
+    #[arg(long, env = "BATON_CACHE_DIR", value_name = "FOLDER")]
+    pub cache_dir: Option<PathBuf>,
+}
+
+/// How an engine lays out and schedules its work.
+#[derive(Clone, Debug, Args)]
+pub struct EngineArgs {
+    /// Token positions in a KV block.
+    #[arg(long, env = "BATON_BLOCK_SIZE", default_value = "16", value_parser = PossibleValuesParser::new(["16", "32", "64", "128"]).map(|text| text.parse::<u32>().unwrap_or(16)))]
+    pub block_size: u32,
+    /// Element type of the KV cache: f32, f16 or bf16.
+    #[arg(long, env = "BATON_KV_DTYPE", default_value = "f16")]
+    pub kv_dtype: KvDtype,
+    /// Tokens that each worker's KV pool holds.
+    #[arg(long, env = "BATON_KV_TOKENS", default_value_t = 32_768, value_parser = clap::value_parser!(u32).range(16..=1 << 28))]
+    pub kv_tokens: u32,
+    /// Longest prompt plus output; never above the model's own [default: the model's].
+    #[arg(long, env = "BATON_CONTEXT_MAX", value_parser = clap::value_parser!(u32).range(1..))]
+    pub context_max: Option<u32>,
+    /// Prompt tokens computed in one step.
+    #[arg(long, env = "BATON_CHUNK_TOKENS", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub chunk_tokens: u32,
+    /// Sequences in a decode batch.
+    #[arg(long, env = "BATON_SEQUENCES_MAX", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub sequences_max: u32,
+    /// Requests that may wait in a worker; more are refused with a retry hint.
+    #[arg(long, env = "BATON_QUEUE_REQUESTS_MAX", default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub queue_requests_max: u32,
+    /// Do not keep finished prompts for later ones with the same prefix.
+    #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
+    pub no_prefix_cache: bool,
+}
+
+/// TLS of one port: PEM files.
+#[derive(Clone, Debug, Default, Args)]
+pub struct TlsArgs {
+    /// Certificate chain of this process (PEM).
+    #[arg(
+        long,
+        env = "BATON_TLS_CERTIFICATE",
+        value_name = "FILE",
+        requires = "tls_key"
+    )]
+    pub tls_certificate: Option<PathBuf>,
+    /// Private key of this process (PEM).
+    #[arg(
+        long,
+        env = "BATON_TLS_KEY",
+        value_name = "FILE",
+        requires = "tls_certificate"
+    )]
+    pub tls_key: Option<PathBuf>,
+    /// Authorities trusted for peers (PEM); makes client certificates mandatory.
+    #[arg(long, env = "BATON_TLS_AUTHORITY", value_name = "FILE")]
+    pub tls_authority: Option<PathBuf>,
+}
+
+/// The front doors and the router's limits.
+#[derive(Clone, Debug, Args)]
+pub struct RouterArgs {
+    /// Address of the HTTP front door (OpenAI shape).
+    #[arg(long, env = "BATON_HTTP", default_value = "127.0.0.1:8000")]
+    pub http: SocketAddr,
+    /// Address of the gRPC front door.
+    #[arg(long, env = "BATON_GRPC", default_value = "127.0.0.1:50051")]
+    pub grpc: SocketAddr,
+    /// File of `key = tenant` lines (TOML strings). With it, every call needs a key.
+    #[arg(long, env = "BATON_API_KEYS", value_name = "FILE")]
+    pub api_keys: Option<PathBuf>,
+    /// Allow an address beyond loopback without API keys.
+    #[arg(long, env = "BATON_ALLOW_ANONYMOUS")]
+    pub allow_anonymous: bool,
+    /// Requests in flight; more are refused with a retry hint.
+    #[arg(long, env = "BATON_REQUESTS_MAX", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
+    pub requests_max: u32,
+    /// Uncached prompt tokens up to which the decode worker computes a prompt itself.
+    #[arg(long, env = "BATON_LOCAL_PREFILL_TOKENS_MAX", default_value_t = 64)]
+    pub local_prefill_tokens_max: u32,
+    /// Longest life of a request.
+    #[arg(long, env = "BATON_REQUEST_TIMEOUT_MS", default_value_t = 600_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub request_timeout_ms: u64,
+    /// Longest handoff without progress.
+    #[arg(long, env = "BATON_HANDOFF_TIMEOUT_MS", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub handoff_timeout_ms: u64,
+    /// Prompt prefixes (spans of 16 tokens) whose worker is remembered.
+    #[arg(long, env = "BATON_PREFIX_SPANS_MAX", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..))]
+    pub prefix_spans_max: u32,
+    /// What running streams get after a shutdown was asked for.
+    #[arg(long, env = "BATON_DRAIN_MS", default_value_t = 10_000)]
+    pub drain_ms: u64,
+}
+
+/// How processes of a cluster find each other.
+#[derive(Clone, Debug, Args)]
+pub struct EtcdArgs {
+    /// etcd URLs, comma separated.
+    #[arg(
+        long,
+        env = "BATON_ETCD",
+        value_name = "URL",
+        value_delimiter = ',',
+        required = true
+    )]
+    pub etcd: Vec<String>,
+    /// Name of the cluster; processes of another name do not see each other.
+    #[arg(long, env = "BATON_CLUSTER", default_value = "default")]
+    pub cluster: String,
+    /// Rollout generation; workers of different ones do not see each other.
+    #[arg(long, env = "BATON_GENERATION", default_value = "0")]
+    pub generation: String,
+    /// Seconds a silent worker stays listed.
+    #[arg(long, env = "BATON_ETCD_TTL_S", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=3600))]
+    pub etcd_ttl_s: u64,
+    /// etcd user name.
+    #[arg(long, env = "BATON_ETCD_USER", requires = "etcd_password")]
+    pub etcd_user: Option<String>,
+    /// etcd password; better given by the environment.
+    #[arg(
+        long,
+        env = "BATON_ETCD_PASSWORD",
+        hide_env_values = true,
+        requires = "etcd_user"
+    )]
+    pub etcd_password: Option<String>,
+    /// Authorities trusted for etcd (PEM).
+    #[arg(long, env = "BATON_ETCD_AUTHORITY", value_name = "FILE")]
+    pub etcd_authority: Option<PathBuf>,
+}
+
+/// What every worker process has.
+#[derive(Clone, Debug, Args)]
+pub struct WorkerArgs {
+    /// Name of this worker in the cluster; one live process per name [default: role and a random suffix].
+    #[arg(long, env = "BATON_WORKER_ID")]
+    pub worker_id: Option<String>,
+    /// Address of the worker's gRPC services; port 0 takes a free one.
+    #[arg(long, env = "BATON_LISTEN", default_value = "127.0.0.1:0")]
+    pub listen: SocketAddr,
+    /// host:port that routers use [default: the bound address].
+    #[arg(long, env = "BATON_ADVERTISE")]
+    pub advertise: Option<String>,
+    /// Address of /livez, /readyz and /metrics; port 0 takes a free one.
+    #[arg(long, env = "BATON_ADMIN", default_value = "127.0.0.1:0")]
+    pub admin: SocketAddr,
+    /// Threads of the engine [default: one per listed core, else 1].
+    #[arg(long, env = "BATON_THREADS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub threads: Option<u32>,
+    /// Cores the engine's threads are pinned to, comma separated.
+    #[arg(long, env = "BATON_CORES", value_delimiter = ',', value_name = "CORE")]
+    pub cores: Vec<usize>,
+    /// Seconds that running requests get after SIGTERM.
+    #[arg(long, env = "BATON_DRAIN_GRACE_S", default_value_t = 30)]
+    pub drain_grace_s: u64,
+    /// Where the worker stands (rack, host), for placement.
+    #[arg(long, env = "BATON_TOPOLOGY", default_value = "")]
+    pub topology: String,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct UpArgs {
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub router: RouterArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
+    pub pools: PoolArgs,
+}
+
+/// How many workers a process runs, and on what.
+#[derive(Clone, Debug, Args)]
+pub struct PoolArgs {
+    /// Prefill workers; 0 lets decode workers compute every prompt themselves.
+    #[arg(long, env = "BATON_PREFILL_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=64))]
+    pub prefill_workers: u32,
+    /// Decode workers.
+    #[arg(long, env = "BATON_DECODE_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub decode_workers: u32,
+    /// Threads of each prefill worker [default: its share of the cores].
+    #[arg(long, env = "BATON_PREFILL_THREADS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub prefill_threads: Option<u32>,
+    /// Threads of each decode worker [default: its share of the cores].
+    #[arg(long, env = "BATON_DECODE_THREADS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub decode_threads: Option<u32>,
+    /// Leave the placement of threads on cores to the system.
+    #[arg(long, env = "BATON_NO_PIN")]
+    pub no_pin: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct RouterRoleArgs {
+    #[command(flatten)]
+    pub etcd: EtcdArgs,
+    #[command(flatten)]
+    pub router: RouterArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+    #[command(flatten)]
+    pub worker_tls: WorkerTlsArgs,
+}
+
+/// TLS of the router towards workers.
+#[derive(Clone, Debug, Default, Args)]
+pub struct WorkerTlsArgs {
+    /// Certificate the router shows to workers (PEM).
+    #[arg(
+        long,
+        env = "BATON_WORKER_TLS_CERTIFICATE",
+        value_name = "FILE",
+        requires = "worker_tls_key"
+    )]
+    pub worker_tls_certificate: Option<PathBuf>,
+    /// Its private key (PEM).
+    #[arg(
+        long,
+        env = "BATON_WORKER_TLS_KEY",
+        value_name = "FILE",
+        requires = "worker_tls_certificate"
+    )]
+    pub worker_tls_key: Option<PathBuf>,
+    /// Authorities trusted for workers (PEM); turns TLS towards them on.
+    #[arg(long, env = "BATON_WORKER_TLS_AUTHORITY", value_name = "FILE")]
+    pub worker_tls_authority: Option<PathBuf>,
+    /// Name expected in workers' certificates [default: the host of their address].
+    #[arg(long, env = "BATON_WORKER_TLS_NAME", value_name = "NAME")]
+    pub worker_tls_name: Option<String>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct PrefillRoleArgs {
+    #[command(flatten)]
+    pub etcd: EtcdArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub worker: WorkerArgs,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct DecodeRoleArgs {
+    #[command(flatten)]
+    pub etcd: EtcdArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub worker: WorkerArgs,
+    /// Address that prefill workers send KV to; port 0 takes a free one.
+    #[arg(long, env = "BATON_DATA_LISTEN", default_value = "127.0.0.1:0")]
+    pub data_listen: SocketAddr,
+    /// host:port that prefill workers use [default: the bound data address].
+    #[arg(long, env = "BATON_DATA_ADVERTISE")]
+    pub data_advertise: Option<String>,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub tls: TlsArgs,
+}
+
+/// How tokens are drawn.
+#[derive(Clone, Debug, Args)]
+pub struct SamplingArgs {
+    /// New tokens at most [default: what the context leaves, at most 512].
+    #[arg(long, env = "BATON_MAX_TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
+    pub max_tokens: Option<u32>,
+    /// 0 is greedy.
+    #[arg(long, env = "BATON_TEMPERATURE", default_value_t = 0.7)]
+    pub temperature: f32,
+    /// Keep the smallest set of tokens with this probability.
+    #[arg(long, env = "BATON_TOP_P", default_value_t = 0.95)]
+    pub top_p: f32,
+    /// Keep the k most probable tokens; 0 keeps all.
+    #[arg(long, env = "BATON_TOP_K", default_value_t = 0)]
+    pub top_k: u32,
+    /// The same seed gives the same text [default: random].
+    #[arg(long, env = "BATON_SEED")]
+    pub seed: Option<u64>,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct GenerateArgs {
+    /// The prompt; `-` reads standard input.
+    pub prompt: String,
+    /// Ask a running router at host:port instead of starting a cluster.
+    #[arg(long, env = "BATON_CONNECT", value_name = "HOST:PORT")]
+    pub connect: Option<String>,
+    /// Treat the prompt as plain text to continue, without the chat template.
+    #[arg(long, env = "BATON_RAW")]
+    pub raw: bool,
+    /// Print one JSON object with text, usage and timings instead of the stream.
+    #[arg(long, env = "BATON_JSON")]
+    pub json: bool,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub pools: PoolArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ChatArgs {
+    /// Ask a running router at host:port instead of starting a cluster.
+    #[arg(long, env = "BATON_CONNECT", value_name = "HOST:PORT")]
+    pub connect: Option<String>,
+    /// What the model is told before the conversation.
+    #[arg(long, env = "BATON_SYSTEM")]
+    pub system: Option<String>,
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+    #[command(flatten)]
+    pub model: ModelArgs,
+    #[command(flatten)]
+    pub engine: EngineArgs,
+    #[command(flatten)]
+    pub pools: PoolArgs,
+}
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum ModelCommand {
+    /// Fetch a model into the cache folder and print its path.
+    Fetch(ModelFetchArgs),
+    /// List the models with a short name and whether they are here.
+    List(ModelListArgs),
+    /// Show what is in a model: sizes, layers, tokenizer, weight formats.
+    Inspect(ModelFetchArgs),
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ModelFetchArgs {
+    /// GGUF file, folder, short name or hf:owner/repo[:file].
+    pub model: String,
+    /// Folder that fetched models are kept in [default: baton/models in the user's cache folder].
+    #[arg(long, env = "BATON_CACHE_DIR", value_name = "FOLDER")]
+    pub cache_dir: Option<PathBuf>,
+    /// JSON instead of text.
+    #[arg(long, env = "BATON_JSON")]
+    pub json: bool,
+    /// No progress bar.
+    #[arg(long, env = "BATON_QUIET")]
+    pub quiet: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ModelListArgs {
+    /// Folder that fetched models are kept in [default: baton/models in the user's cache folder].
+    #[arg(long, env = "BATON_CACHE_DIR", value_name = "FOLDER")]
+    pub cache_dir: Option<PathBuf>,
+    /// JSON instead of a table.
+    #[arg(long, env = "BATON_JSON")]
+    pub json: bool,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory as _;
+
+    #[test]
+    fn every_flag_has_an_environment_variable_and_help() {
+        fn check(command: &clap::Command) {
+            for arg in command.get_arguments() {
+                if arg.get_long().is_some() && !matches!(arg.get_id().as_str(), "help" | "version")
+                {
+                    assert!(arg.get_env().is_some(), "--{} has no env", arg.get_id());
+                }
+                let about = arg.get_help().is_some() || arg.get_id() == "help";
+                assert!(about, "{} has no help", arg.get_id());
+            }
+            command.get_subcommands().for_each(check);
+        }
+        let command = Cli::command();
+        command.clone().debug_assert();
+        check(&command);
+    }
+}

@@ -1,0 +1,103 @@
+//! One role in a process of its own, found through etcd.
+
+use std::sync::Arc;
+
+use anyhow::Context as _;
+use baton_decode_worker::DecodeWorker;
+use baton_prefill_worker::PrefillWorker;
+use baton_router::Router;
+
+use super::up::bind;
+use super::{runtime, shutdown_signal};
+use crate::cli::{DecodeRoleArgs, ModelArgs, PrefillRoleArgs, RouterRoleArgs};
+use crate::cluster::{Doors, serve_doors};
+use crate::settings::{self, ServedModel};
+
+/// `baton router`.
+///
+/// # Errors
+/// A setting or a port that cannot be used.
+pub fn router(args: RouterRoleArgs) -> anyhow::Result<()> {
+    let config = settings::router_config(&args.router, &args.tls, &args.worker_tls)?;
+    runtime()?.block_on(async {
+        let shutdown = shutdown_signal()?;
+        let http = bind("--http", config.http).await?;
+        let grpc = bind("--grpc", config.grpc).await?;
+        let (http_at, grpc_at) = (http.local_addr()?, grpc.local_addr()?);
+        let membership = settings::membership(&args.etcd)?;
+        let router = Router::start(config, Arc::clone(&membership))?;
+        println!("baton router: http://{http_at} grpc {grpc_at}");
+        let admin = router.frontend().admin_state();
+        let served = serve_doors(&router, Some(Doors { http, grpc }), admin, shutdown).await;
+        router.stop().await;
+        membership.close().await;
+        served
+    })
+}
+
+async fn load(args: &ModelArgs) -> anyhow::Result<ServedModel> {
+    let args = args.clone();
+    tokio::task::spawn_blocking(move || settings::load_model(&args, false))
+        .await
+        .context("load model")?
+}
+
+/// `baton prefill`.
+///
+/// # Errors
+/// A setting, a model or a port that cannot be used, or an engine that failed.
+pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
+    runtime()?.block_on(async {
+        let shutdown = shutdown_signal()?;
+        let membership = settings::membership(&args.etcd)?;
+        let served = load(&args.model).await?;
+        let config = settings::prefill_config(&args, &served.name);
+        let id = config.worker_id.clone();
+        let worker = PrefillWorker::start(config, served.model, Arc::clone(&membership)).await?;
+        announce(
+            "prefill",
+            id.as_str(),
+            worker.control_address(),
+            worker.admin_address(),
+        );
+        let result = worker.run(shutdown).await;
+        membership.close().await;
+        Ok(result?)
+    })
+}
+
+/// `baton decode`.
+///
+/// # Errors
+/// As [`prefill`].
+pub fn decode(args: DecodeRoleArgs) -> anyhow::Result<()> {
+    runtime()?.block_on(async {
+        let shutdown = shutdown_signal()?;
+        let membership = settings::membership(&args.etcd)?;
+        let served = load(&args.model).await?;
+        let config = settings::decode_config(&args, &served.name);
+        let id = config.worker_id.clone();
+        let worker = DecodeWorker::start(config, served.model, Arc::clone(&membership)).await?;
+        announce(
+            "decode",
+            id.as_str(),
+            worker.control_address(),
+            worker.admin_address(),
+        );
+        let result = worker.run(shutdown).await;
+        membership.close().await;
+        Ok(result?)
+    })
+}
+
+fn announce(
+    role: &str,
+    id: &str,
+    control: std::net::SocketAddr,
+    admin: Option<std::net::SocketAddr>,
+) {
+    let admin = admin
+        .map(|admin| format!(" metrics http://{admin}/metrics"))
+        .unwrap_or_default();
+    println!("baton {role} `{id}`: control {control}{admin}");
+}

@@ -1,0 +1,100 @@
+//! `hf:owner/repo[:file]`: a GGUF file or a whole safetensors folder from the hub.
+//!
+//! The hf-hub crate does the transfer, its cache and its resume; `HF_ENDPOINT`,
+//! `HF_HOME` and the user's token apply as everywhere else.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail};
+use hf_hub::api::sync::{ApiBuilder, ApiRepo};
+
+use super::locate::Located;
+
+/// Files of a folder that the engine reads; the rest stays on the hub.
+const FOLDER_FILES: [&str; 6] = [
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "model.safetensors.index.json",
+];
+
+/// Fetches `owner/repo` (a folder) or `owner/repo:file` (a GGUF file).
+///
+/// # Errors
+/// A malformed name, a repository or file that cannot be had.
+pub fn fetch(repository: &str, cache: &Path, quiet: bool) -> anyhow::Result<Located> {
+    let (id, file) = match repository.split_once(':') {
+        Some((id, file)) => (id, Some(file)),
+        None => (repository, None),
+    };
+    let named = |part: &str| {
+        !part.is_empty()
+            && part
+                .chars()
+                .all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'))
+    };
+    let (owner, name) = match id.split_once('/') {
+        Some((owner, name)) if named(owner) && named(name) => (owner, name),
+        _ => bail!("`--model hf:{repository}`: expected hf:owner/repo or hf:owner/repo:file"),
+    };
+    let api = ApiBuilder::from_env()
+        .with_cache_dir(cache.join("hub"))
+        .with_progress(!quiet)
+        .build()
+        .context("set up the hub client")?;
+    let repo = api.model(format!("{owner}/{name}"));
+    let path = match file {
+        Some(file) => get(&repo, file)?,
+        None => fetch_folder(&repo)?,
+    };
+    Ok(Located {
+        path,
+        name: name.to_owned(),
+    })
+}
+
+fn fetch_folder(repo: &ApiRepo) -> anyhow::Result<PathBuf> {
+    let info = repo.info().context("list the repository's files")?;
+    let wanted = |name: &str| FOLDER_FILES.contains(&name) || is_weights(name);
+    let files: Vec<&str> = info
+        .siblings
+        .iter()
+        .map(|sibling| sibling.rfilename.as_str())
+        .filter(|name| wanted(name))
+        .collect();
+    if !files.iter().any(|name| is_weights(name)) {
+        bail!("the repository has no model.safetensors; name a GGUF file as hf:owner/repo:file");
+    }
+    let mut folder = None;
+    for name in files {
+        folder = get(repo, name)?.parent().map(Path::to_owned);
+    }
+    folder.context("the repository has no files")
+}
+
+/// Weight shards of the main folder, whatever their count.
+fn is_weights(name: &str) -> bool {
+    !name.contains('/') && name.starts_with("model") && name.ends_with(".safetensors")
+}
+
+fn get(repo: &ApiRepo, file: &str) -> anyhow::Result<PathBuf> {
+    repo.get(file)
+        .with_context(|| format!("fetch `{file}` from the hub"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_malformed_repository_is_refused_before_anything_is_asked() {
+        for bad in ["", "owner", "/x", "owner/", "a/b/c", "../x/y", "o/r?x"] {
+            let error = fetch(bad, Path::new("unused"), true)
+                .unwrap_err()
+                .to_string();
+            assert!(error.contains("expected hf:owner/repo"), "{bad}: {error}");
+        }
+    }
+}

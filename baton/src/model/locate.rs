@@ -1,0 +1,89 @@
+//! What `--model` means: a path on this machine, fetched first if need be.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, bail};
+
+use super::{catalogue, fetch, hub};
+
+/// A model on this machine.
+#[derive(Clone, Debug)]
+pub struct Located {
+    /// A GGUF file or a Hugging Face folder.
+    pub path: PathBuf,
+    /// The name clients ask for unless another one is given.
+    pub name: String,
+}
+
+/// The cache folder: `--cache-dir`, or `baton/models` in the user's cache folder.
+///
+/// # Errors
+/// Neither a flag nor a home folder.
+pub fn cache_folder(flag: Option<&Path>) -> anyhow::Result<PathBuf> {
+    if let Some(folder) = flag {
+        return Ok(folder.to_owned());
+    }
+    let base = std::env::var_os("XDG_CACHE_HOME")
+        .map(PathBuf::from)
+        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
+    match base {
+        Some(base) => Ok(base.join("baton").join("models")),
+        None => bail!("no cache folder: set `--cache-dir`, or HOME"),
+    }
+}
+
+/// Finds or fetches the model that `spec` names.
+///
+/// # Errors
+/// A path that does not exist, a name that is not known, a fetch that failed.
+pub fn locate(spec: &str, cache: &Path, quiet: bool) -> anyhow::Result<Located> {
+    if let Some(repository) = spec.strip_prefix("hf:") {
+        return hub::fetch(repository, cache, quiet);
+    }
+    if let Some(model) = catalogue::find(spec) {
+        return Ok(Located {
+            path: fetch::ensure_model(model, cache, quiet)?,
+            name: model.name.to_owned(),
+        });
+    }
+    let path = PathBuf::from(spec);
+    if !path.exists() {
+        let names: Vec<&str> = catalogue::CATALOGUE
+            .iter()
+            .map(|model| model.name)
+            .collect();
+        bail!(
+            "`--model {spec}`: no such file or folder, and no short name; known names: {}; or `hf:owner/repo[:file]`",
+            names.join(", ")
+        );
+    }
+    let path = std::fs::canonicalize(&path).with_context(|| format!("read `{spec}`"))?;
+    let stem = path.file_stem().and_then(|stem| stem.to_str());
+    Ok(Located {
+        name: stem.unwrap_or("model").to_owned(),
+        path,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_unknown_model_is_refused_with_what_is_known() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = locate("no-such-model", folder.path(), true)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("no-such-model") && error.contains("smollm2-135m-instruct"));
+    }
+
+    #[test]
+    fn a_file_is_named_by_its_stem() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tiny.gguf");
+        std::fs::write(&path, b"x").unwrap();
+        let located = locate(path.to_str().unwrap(), folder.path(), true).unwrap();
+        assert_eq!(located.name, "tiny");
+    }
+}

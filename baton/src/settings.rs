@@ -1,0 +1,192 @@
+//! From flags to the roles' configurations.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use baton_decode_worker::DecodeWorkerConfig;
+use baton_engine::config::{EngineConfig, PoolSize, Role};
+use baton_engine::model::{LoadOptions, Model};
+use baton_membership::{Credentials, Etcd, EtcdConfig, Membership};
+use baton_prefill_worker::PrefillWorkerConfig;
+use baton_proto::WorkerId;
+use baton_proto::transport::TlsSettings;
+use baton_router::config::RouterConfig;
+
+use crate::cli::{
+    DecodeRoleArgs, EngineArgs, EtcdArgs, ModelArgs, PrefillRoleArgs, RouterArgs, TlsArgs,
+    WorkerArgs, WorkerTlsArgs,
+};
+use crate::model::{fetch, locate};
+
+/// A loaded model and the name it is served under.
+pub struct ServedModel {
+    pub name: String,
+    pub model: Arc<Model>,
+}
+
+/// Finds, fetches if need be, and loads the model that the flags name.
+///
+/// # Errors
+/// A model that cannot be found, fetched or read.
+pub fn load_model(args: &ModelArgs, quiet: bool) -> anyhow::Result<ServedModel> {
+    let cache = locate::cache_folder(args.cache_dir.as_deref())?;
+    let located = locate::locate(&args.model, &cache, quiet)?;
+    let name = args.model_name.clone().unwrap_or(located.name);
+    let bar = fetch::bytes_bar(0, &format!("loading {name}"), quiet);
+    let model = Model::open(
+        &located.path,
+        &LoadOptions::default(),
+        &mut |done, total| {
+            bar.set_length(total);
+            bar.set_position(done);
+        },
+    )
+    .with_context(|| format!("load model `{}`", located.path.display()))?;
+    bar.finish_and_clear();
+    Ok(ServedModel { name, model })
+}
+
+/// An engine's settings; threads and cores are the caller's.
+pub fn engine_config(args: &EngineArgs, role: Role, model_name: &str) -> EngineConfig {
+    let mut config = EngineConfig::new(role, model_name);
+    config.block_size = args.block_size;
+    config.kv_dtype = args.kv_dtype;
+    config.pool = PoolSize::Tokens(args.kv_tokens);
+    config.context_max = args.context_max;
+    config.prefix_cache = !args.no_prefix_cache;
+    config.limits.chunk_tokens = args.chunk_tokens;
+    config.limits.sequences_max = args.sequences_max;
+    config.limits.step_tokens_max = args.chunk_tokens + args.sequences_max;
+    config.limits.queue_requests_max = args.queue_requests_max;
+    config
+}
+
+/// The router's settings.
+///
+/// # Errors
+/// A key file that cannot be read, or a setting out of its range.
+pub fn router_config(
+    args: &RouterArgs,
+    tls: &TlsArgs,
+    worker_tls: &WorkerTlsArgs,
+) -> anyhow::Result<RouterConfig> {
+    let config = RouterConfig {
+        grpc: args.grpc,
+        http: args.http,
+        tls: tls_settings(tls),
+        worker_tls: TlsSettings {
+            certificate: worker_tls.worker_tls_certificate.clone(),
+            key: worker_tls.worker_tls_key.clone(),
+            authority: worker_tls.worker_tls_authority.clone(),
+            peer_name: worker_tls.worker_tls_name.clone(),
+        },
+        api_keys: match &args.api_keys {
+            Some(path) => read_api_keys(path)?,
+            None => BTreeMap::new(),
+        },
+        allow_anonymous: args.allow_anonymous,
+        requests_max: args.requests_max,
+        local_prefill_tokens_max: args.local_prefill_tokens_max,
+        request_timeout_ms: args.request_timeout_ms,
+        handoff_timeout_ms: args.handoff_timeout_ms,
+        prefix_spans_max: args.prefix_spans_max as usize,
+        drain_ms: args.drain_ms,
+        ..RouterConfig::default()
+    };
+    config.validate()?;
+    Ok(config)
+}
+
+fn read_api_keys(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("`--api-keys`: read `{}`", path.display()))?;
+    // The parser's message would quote the line, and the line is a secret.
+    toml::from_str(&text).map_err(|_| {
+        anyhow::anyhow!(
+            "`--api-keys`: `{}` is not a list of `\"key\" = \"tenant\"` lines",
+            path.display()
+        )
+    })
+}
+
+/// TLS of a port.
+pub fn tls_settings(args: &TlsArgs) -> TlsSettings {
+    TlsSettings {
+        certificate: args.tls_certificate.clone(),
+        key: args.tls_key.clone(),
+        authority: args.tls_authority.clone(),
+        peer_name: None,
+    }
+}
+
+/// The etcd that the flags name. Connects lazily and keeps trying.
+///
+/// # Errors
+/// A malformed URL or an authority file that cannot be read. Must be called inside a runtime.
+pub fn membership(args: &EtcdArgs) -> anyhow::Result<Arc<dyn Membership>> {
+    let mut config = EtcdConfig::new(args.etcd.clone(), args.cluster.clone());
+    config.generation.clone_from(&args.generation);
+    config.ttl = Duration::from_secs(args.etcd_ttl_s);
+    if let (Some(user), Some(password)) = (&args.etcd_user, &args.etcd_password) {
+        config.credentials = Some(Credentials {
+            user: user.clone(),
+            password: password.clone(),
+        });
+    }
+    if let Some(path) = &args.etcd_authority {
+        let pem = std::fs::read_to_string(path)
+            .with_context(|| format!("`--etcd-authority`: read `{}`", path.display()))?;
+        config.tls = Some(baton_membership::TlsConfig {
+            ca_pem: Some(pem),
+            ..baton_membership::TlsConfig::default()
+        });
+    }
+    Ok(Arc::new(Etcd::start(config)?))
+}
+
+fn worker_id(args: &WorkerArgs, role: &str) -> WorkerId {
+    match &args.worker_id {
+        Some(id) => WorkerId(id.clone()),
+        None => WorkerId(format!("{role}-{:08x}", rand::random::<u32>())),
+    }
+}
+
+fn threads(args: &WorkerArgs) -> usize {
+    args.threads
+        .map_or(args.cores.len().max(1), |threads| threads as usize)
+}
+
+/// A prefill worker process's settings.
+pub fn prefill_config(args: &PrefillRoleArgs, model_name: &str) -> PrefillWorkerConfig {
+    let mut engine = engine_config(&args.engine, Role::Prefill, model_name);
+    engine.threads = threads(&args.worker);
+    engine.cores.clone_from(&args.worker.cores);
+    let mut config = PrefillWorkerConfig::new(worker_id(&args.worker, "prefill"), engine);
+    config.listen = args.worker.listen;
+    config.advertise.clone_from(&args.worker.advertise);
+    config.admin_listen = Some(args.worker.admin);
+    config.tls = tls_settings(&args.tls);
+    config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
+    config.topology.clone_from(&args.worker.topology);
+    config
+}
+
+/// A decode worker process's settings.
+pub fn decode_config(args: &DecodeRoleArgs, model_name: &str) -> DecodeWorkerConfig {
+    let mut engine = engine_config(&args.engine, Role::Decode, model_name);
+    engine.threads = threads(&args.worker);
+    engine.cores.clone_from(&args.worker.cores);
+    let mut config = DecodeWorkerConfig::new(worker_id(&args.worker, "decode"), engine);
+    config.listen = args.worker.listen;
+    config.advertise.clone_from(&args.worker.advertise);
+    config.data_listen = Some(args.data_listen);
+    config.data_advertise.clone_from(&args.data_advertise);
+    config.admin_listen = Some(args.worker.admin);
+    config.tls = tls_settings(&args.tls);
+    config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
+    config.topology.clone_from(&args.worker.topology);
+    config
+}
