@@ -12,6 +12,7 @@
 mod connector;
 mod follower;
 mod lease;
+mod ownership;
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};

@@ -100,7 +100,7 @@ pub fn markdown() -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::exposition::metrics_text;
+    use crate::exposition::{CONSTANT_LABELS, metrics_text};
     use crate::{Registry, metrics_text_merged};
 
     fn families(text: &str) -> Vec<(String, String)> {
@@ -174,6 +174,13 @@ mod tests {
             }
             assert!(spec.help.ends_with('.'), "{}", spec.name);
             assert!(!spec.help.contains('|'), "{}", spec.name);
+            for (key, _) in &spec.labels {
+                assert!(
+                    !CONSTANT_LABELS.contains(key),
+                    "{} has label {key} twice",
+                    spec.name
+                );
+            }
         }
     }
 

@@ -10,7 +10,10 @@ use prometheus_client::registry::Registry;
 /// The content type of the text this module makes.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
-/// A registry whose every series carries `labels`, for example `model_name`, `engine` and `role`.
+/// Names of constant labels; no metric has a label of its own that is called so.
+pub const CONSTANT_LABELS: [&str; 4] = ["model_name", "engine", "role", "pool"];
+
+/// A registry whose every series carries `labels`, out of [`CONSTANT_LABELS`].
 pub fn registry(labels: &[(&'static str, &str)]) -> Registry {
     let labels = labels
         .iter()

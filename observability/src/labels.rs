@@ -197,8 +197,9 @@ label! {
 }
 
 label! {
-    /// The pool a worker belongs to.
-    PoolRole ["role"] {
+    /// The pool a worker belongs to. Not called `role`: that is the constant label of
+    /// the process which is scraped.
+    PoolRole ["worker_role"] {
         Prefill = ["prefill"],
         Decode = ["decode"],
         Mixed = ["mixed"],

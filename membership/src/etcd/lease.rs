@@ -34,6 +34,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::EtcdConfig;
 use super::connector::{CallError, Connector, bounded};
+use super::ownership::{Ownership, Verdict};
 use crate::Error;
 use crate::backoff::Backoff;
 use crate::record::WorkerRecord;
@@ -59,8 +60,6 @@ struct Lease {
     id: Option<i64>,
     /// When etcd last confirmed it, and for how long.
     confirmed: Option<(Instant, Duration)>,
-    /// The key was ours once in this life.
-    claimed: bool,
 }
 
 impl Lease {
@@ -104,6 +103,7 @@ pub(super) struct LeaseTask {
     stored: watch::Sender<u64>,
     cancel: CancellationToken,
     lease: Lease,
+    ownership: Ownership,
 }
 
 impl LeaseTask {
@@ -115,7 +115,7 @@ impl LeaseTask {
         record: WorkerRecord,
         cancel: CancellationToken,
     ) -> (Self, LeaseHandle) {
-        let id = record.id.clone();
+        let (id, ownership) = (record.id.clone(), Ownership::new(record.epoch));
         let (sender, desired) = watch::channel(Desired {
             sequence: 1,
             record,
@@ -143,6 +143,7 @@ impl LeaseTask {
                 stored,
                 cancel,
                 lease,
+                ownership,
             },
             handle,
         )
@@ -303,14 +304,13 @@ impl LeaseTask {
         let lease = self.lease.id.unwrap_or_default();
         for _ in 0..CLAIM_TRIES {
             let (record, revision) = self.read(client).await?;
-            if let Some((by, _)) = record
-                && by != desired.record.epoch
-            {
-                if self.lease.claimed {
-                    return Err(Ended::Superseded { by });
+            match self.ownership.judge(record.map(|(epoch, _)| epoch)) {
+                Verdict::Write => {}
+                Verdict::TakeOver { from } => {
+                    tracing::warn!(worker = %desired.record.id, former = %from,
+                        "take over the record of a former life");
                 }
-                tracing::warn!(worker = %desired.record.id, former = %by,
-                    "take over the record of a former life");
+                Verdict::Superseded { by } => return Err(Ended::Superseded { by }),
             }
             let options = PutOptions::new().with_lease(lease);
             let put = TxnOp::put(self.key.as_bytes(), desired.record.to_json(), Some(options));
@@ -322,7 +322,6 @@ impl LeaseTask {
                 .await?
                 .succeeded()
             {
-                self.lease.claimed = true;
                 self.stored.send_replace(desired.sequence);
                 self.set_state(RegistrationState::Registered);
                 return Ok(());
