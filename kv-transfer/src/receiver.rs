@@ -138,6 +138,7 @@ impl Shared {
 
     /// Gives the blocks of a committed grant back and says so.
     fn finish_committed(&self, entry: &Entry, commit_payload: Bytes) {
+        self.retire(entry, &self.counters.committed);
         let mut inner = entry.lock_unguarded();
         let bytes = inner.state.progress().bytes_received;
         let (duration, receiving) = lane::durations(
@@ -153,26 +154,26 @@ impl Shared {
             receiving,
         };
         entry.emit(&inner, &*self.events, what);
-        drop(inner);
-        self.retire(entry, &self.counters.committed);
     }
 
     fn finish_aborted(&self, entry: &Entry, reason: AbortReason) {
+        self.retire(entry, &self.counters.aborted);
         let mut inner = entry.lock_unguarded();
         inner.state.take_parts();
         entry.emit(&inner, &*self.events, EventKind::Aborted { reason });
-        drop(inner);
-        self.retire(entry, &self.counters.aborted);
     }
 
+    /// Moves an ended grant out of the live ones, before its event is sent: who hears
+    /// the event may grant again at once. Takes the table's lock, so no entry may be
+    /// locked by the caller.
     fn retire(&self, entry: &Entry, counter: &AtomicU64) {
         counter.fetch_add(1, Ordering::Relaxed);
         let ended_max = self.config.grants_max.saturating_mul(4);
         lock(&self.table).retire(entry.scope.ticket, ended_max, Instant::now());
     }
 
-    /// Takes the right to write away and tells the sender. True if this call ended it.
-    fn fence(&self, entry: &Entry) -> (Terminal, bool) {
+    /// Takes the right to write away and tells the sender.
+    fn fence(&self, entry: &Entry) -> Terminal {
         let mut inner = entry.lock();
         let live = inner.state.terminal().is_none();
         let terminal = inner.state.fence();
@@ -184,7 +185,7 @@ impl Shared {
                 outbox.push(entry.scope, Control::Refused(Refusal::Fenced));
             }
         }
-        (terminal, live)
+        terminal
     }
 
     /// Expires what is due; returns when to look again.
@@ -205,11 +206,12 @@ impl Shared {
                 continue;
             };
             let outbox = inner.outbox.take();
-            let mut inner = entry.wait_unguarded(inner);
+            drop(inner);
+            self.retire(&entry, &self.counters.expired);
+            let mut inner = entry.lock_unguarded();
             inner.state.take_parts();
             entry.emit(&inner, &*self.events, EventKind::Expired { reason });
             drop(inner);
-            self.retire(&entry, &self.counters.expired);
             if let Some(outbox) = outbox {
                 outbox.push(entry.scope, Control::Refused(Refusal::Expired));
             }
@@ -414,15 +416,16 @@ impl Receiver {
     }
 
     /// Ends a grant. When this resolves no lane touches the blocks, now or later:
-    /// the worker may give them back. Returns how the grant ended, which is
-    /// `Committed` if the commit was faster (then `Completed` was or is being sent),
-    /// and `None` for a ticket the table does not know (any more).
+    /// the worker may give them back. Returns how the grant ended: `Fenced`, or, if
+    /// another end was faster, that one (its event was or is being sent; after
+    /// `Committed` the blocks hold the request's KV). `None` for a ticket the table
+    /// does not know (any more).
     ///
     /// # Cancel safety
     /// Dropped early, the grant stays fenced; calling again waits again.
     pub async fn revoke(&self, ticket: Ticket) -> Option<Terminal> {
         let entry = self.shared.entry(ticket)?;
-        let (terminal, _) = self.shared.fence(&entry);
+        let terminal = self.shared.fence(&entry);
         entry.unguarded().await;
         entry.lock().state.take_parts();
         Some(terminal)
@@ -432,7 +435,7 @@ impl Receiver {
     /// non-blocking read.
     pub fn revoke_blocking(&self, ticket: Ticket) -> Option<Terminal> {
         let entry = self.shared.entry(ticket)?;
-        let (terminal, _) = self.shared.fence(&entry);
+        let terminal = self.shared.fence(&entry);
         entry.lock_unguarded().state.take_parts();
         Some(terminal)
     }

@@ -10,8 +10,8 @@ use super::grant::{AbortReason, ExpiryReason};
 use crate::ticket::Ticket;
 
 /// Something happened to a grant. Each grant gets at most one of `Completed`,
-/// `Aborted` and `Expired`, as its last event; a revoked one gets none after
-/// `revoke` returns. When the event is sent, no lane touches the blocks any more.
+/// `Aborted` and `Expired`, as its last event; one whose `revoke` returned `Fenced`
+/// gets none after that. When such an event is sent, no lane touches the blocks.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Event {
     pub ticket: Ticket,

@@ -1,6 +1,6 @@
 //! The grant table: a lock, a write guard and a set of waiters around each state.
 //!
-//! Lock order: table, then entry. The entry lock is never held across a read; the
+//! No thread holds the table's lock and an entry's lock at once. The entry lock is never held across a read; the
 //! guard is, and it is taken for one non-blocking read at a time.
 
 use std::collections::{HashMap, VecDeque};
@@ -71,14 +71,7 @@ impl Entry {
 
     /// Locks once no lane is reading into the blocks.
     pub(crate) fn lock_unguarded(&self) -> MutexGuard<'_, EntryInner> {
-        self.wait_unguarded(self.lock())
-    }
-
-    /// Gives the lock up until no lane is reading into the blocks.
-    pub(crate) fn wait_unguarded<'a>(
-        &self,
-        mut inner: MutexGuard<'a, EntryInner>,
-    ) -> MutexGuard<'a, EntryInner> {
+        let mut inner = self.lock();
         while inner.guarded {
             inner = self
                 .unguarded

@@ -1,1 +1,316 @@
+//! What happens on the way: lost, repeated, swapped, damaged and cut frames, lanes
+//! that break, peers that go away. Never `Completed` with wrong bytes.
 
+use std::time::{Duration, Instant};
+
+use baton_kv_transfer::Refusal;
+use baton_kv_transfer::fault_proxy::Fault;
+use baton_kv_transfer::receiver::{AbortReason, EventKind, ExpiryReason};
+use baton_kv_transfer::sender::CommitOutcome;
+use bytes::Bytes;
+
+use crate::pair::{Pair, Shape, Via, until};
+
+/// 3 layers of 40 blocks, with frames of at most 21 blocks: at least 6 frames.
+fn shape() -> Shape {
+    Shape::single(3, 40, 12_288)
+}
+
+const FRAMES: u64 = 6;
+
+async fn survives(faults: &[Fault]) {
+    let mut pair = Pair::new(Via::Proxy, shape(), 11);
+    let before = pair.snapshot();
+    for fault in faults {
+        pair.proxy().inject(*fault);
+    }
+    let started = Instant::now();
+    assert_eq!(
+        pair.hand_off(b"x").await,
+        CommitOutcome::Committed,
+        "{faults:?}"
+    );
+    assert!(
+        started.elapsed() < Duration::from_secs(5),
+        "{faults:?} took {:?}",
+        started.elapsed()
+    );
+    assert!(
+        matches!(pair.terminal().await, EventKind::Completed { .. }),
+        "{faults:?}"
+    );
+    pair.assert_equal(&before);
+    pair.assert_no_terminal_event();
+    assert!(pair.proxy().is_spent(), "{faults:?} did not all happen");
+}
+
+#[tokio::test]
+async fn a_lost_frame_is_sent_again() {
+    for frame in [0, FRAMES / 2, FRAMES - 1] {
+        survives(&[Fault::DropData(frame)]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_repeated_frame_changes_nothing() {
+    survives(&[Fault::RepeatData(0), Fault::RepeatData(FRAMES - 1)]).await;
+}
+
+#[tokio::test]
+async fn swapped_frames_change_nothing() {
+    survives(&[Fault::SwapData(1)]).await;
+    survives(&[Fault::SwapData(FRAMES - 2)]).await;
+}
+
+#[tokio::test]
+async fn a_damaged_payload_is_asked_for_again() {
+    for frame in [0, FRAMES - 1] {
+        survives(&[Fault::DamagePayload(frame)]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_damaged_copy_of_a_part_does_not_spoil_the_part() {
+    // The repeated frame goes out undamaged first, then damaged.
+    survives(&[Fault::RepeatData(2), Fault::DamagePayload(2)]).await;
+}
+
+#[tokio::test]
+async fn a_damaged_header_costs_the_lane_but_not_the_transfer() {
+    survives(&[Fault::DamageHeader(1)]).await;
+}
+
+#[tokio::test]
+async fn a_cut_lane_resumes_with_what_is_missing() {
+    for fault in [
+        Fault::CutInData(0),
+        Fault::CutInData(FRAMES - 1),
+        Fault::CutAfterData(2),
+        Fault::CutAfterData(FRAMES - 1),
+    ] {
+        survives(&[fault]).await;
+    }
+}
+
+#[tokio::test]
+async fn a_lost_repeated_or_cut_commit_is_settled() {
+    for fault in [
+        Fault::DropCommit,
+        Fault::RepeatCommit,
+        Fault::CutBeforeCommit,
+        Fault::CutAfterCommit,
+    ] {
+        survives(&[fault]).await;
+    }
+}
+
+#[tokio::test]
+async fn several_faults_in_one_transfer_are_survived() {
+    survives(&[
+        Fault::DropData(0),
+        Fault::DamagePayload(1),
+        Fault::RepeatData(2),
+        Fault::CutInData(4),
+        Fault::RepeatCommit,
+    ])
+    .await;
+}
+
+#[tokio::test]
+async fn a_resumed_lane_carries_only_what_was_missing() {
+    let mut pair = Pair::new(Via::Proxy, shape(), 11);
+    let before = pair.snapshot();
+    pair.proxy().inject(Fault::CutAfterData(FRAMES - 2));
+    let transfer = pair.open(pair.grant(1), 1);
+    pair.push_all(&transfer).await.unwrap();
+    assert_eq!(
+        transfer.commit(Bytes::new()).await,
+        CommitOutcome::Committed
+    );
+    let statistics = transfer.statistics();
+    assert_eq!(statistics.reconnects, 1);
+    let one_frame_and_a_bit = 512 << 10;
+    assert!(
+        statistics.bytes_resent <= one_frame_and_a_bit,
+        "{statistics:?}"
+    );
+    assert!(matches!(pair.terminal().await, EventKind::Completed { .. }));
+    pair.assert_equal(&before);
+}
+
+#[tokio::test]
+async fn bytes_that_stay_damaged_abort_both_ends() {
+    let mut pair = Pair::with(
+        Via::Proxy,
+        shape(),
+        11,
+        |c| c.corrupt_frames_max = 2,
+        |_| {},
+    );
+    for frame in 0..3 {
+        pair.proxy().inject(Fault::DamagePayload(frame));
+    }
+    assert_eq!(
+        pair.hand_off(b"").await,
+        CommitOutcome::Refused(Refusal::Corrupt)
+    );
+    assert_eq!(
+        pair.terminal().await,
+        EventKind::Aborted {
+            reason: AbortReason::Corrupt
+        }
+    );
+    pair.assert_no_terminal_event();
+}
+
+#[tokio::test]
+async fn a_sender_that_dies_is_noticed_and_the_grant_expires() {
+    let mut pair = Pair::with(
+        Via::Proxy,
+        shape(),
+        11,
+        |config| config.resume_grace = Duration::from_millis(200),
+        |_| {},
+    );
+    pair.proxy().inject(Fault::HoldInData(3));
+    let transfer = pair.open(pair.grant(1), 1);
+    pair.push_all(&transfer).await.unwrap();
+    until("the frame is held half way", || pair.proxy().is_holding()).await;
+    let died = Instant::now();
+    pair.proxy().refuse(true);
+    pair.proxy().cut();
+    assert_eq!(pair.next_event().await, EventKind::Started);
+    assert_eq!(pair.next_event().await, EventKind::LaneLost);
+    let expired = EventKind::Expired {
+        reason: ExpiryReason::LaneLost,
+    };
+    assert_eq!(pair.next_event().await, expired);
+    assert!(died.elapsed() < Duration::from_secs(2));
+    assert_eq!(pair.receiver.grants_live(), 0);
+    // The sender finds nobody to talk to and gives up by itself.
+    assert_eq!(transfer.outcome().await, CommitOutcome::PeerLost);
+}
+
+#[tokio::test]
+async fn a_sender_that_is_dropped_says_so() {
+    for via in [Via::Loopback, Via::Tcp] {
+        let mut pair = Pair::new(via, shape(), 11);
+        let transfer = pair.open(pair.grant(1), 1);
+        pair.push_all(&transfer).await.unwrap();
+        assert_eq!(pair.next_event().await, EventKind::Started);
+        drop(transfer);
+        assert!(matches!(
+            pair.terminal().await,
+            EventKind::Aborted {
+                reason: AbortReason::BySender(_)
+            }
+        ));
+    }
+}
+
+#[tokio::test]
+async fn a_receiver_that_is_gone_is_peer_lost() {
+    for via in [Via::Loopback, Via::Tcp] {
+        let pair = Pair::with(
+            via,
+            shape(),
+            11,
+            |_| {},
+            |config| {
+                config.reconnect_max = Duration::from_millis(300);
+            },
+        );
+        let transfer = pair.open(pair.grant(1), 1);
+        let (group, index, layer) = pair.layers()[0];
+        transfer
+            .push(0, layer, &pair.source_blocks(group, index))
+            .await
+            .unwrap();
+        let Pair {
+            receiver,
+            port,
+            sender,
+            ..
+        } = pair;
+        drop(port);
+        drop(receiver);
+        let started = Instant::now();
+        assert_eq!(transfer.outcome().await, CommitOutcome::PeerLost, "{via:?}");
+        transfer.quiesced().await;
+        assert!(started.elapsed() < Duration::from_secs(3));
+        drop(sender);
+    }
+}
+
+#[tokio::test]
+async fn silence_is_death_on_both_sides() {
+    let mut pair = Pair::with(
+        Via::Proxy,
+        shape(),
+        11,
+        |_| {},
+        |config| {
+            config.reconnect_max = Duration::from_millis(200);
+            config.connect_timeout = Duration::from_millis(200);
+        },
+    );
+    pair.proxy().inject(Fault::HoldAfterData(1));
+    let transfer = pair.open(pair.grant(1), 1);
+    pair.push_all(&transfer).await.unwrap();
+    until("bytes are held", || pair.proxy().is_holding()).await;
+    let started = Instant::now();
+    let outcome = transfer.commit(Bytes::new()).await;
+    assert_eq!(outcome, CommitOutcome::PeerLost);
+    // 1 s of silence, then 0.2 s without a lane.
+    assert!(
+        started.elapsed() < Duration::from_secs(3),
+        "{:?}",
+        started.elapsed()
+    );
+    let expired = EventKind::Expired {
+        reason: ExpiryReason::LaneLost,
+    };
+    assert_eq!(pair.terminal().await, expired);
+}
+
+#[tokio::test]
+async fn a_slow_link_is_not_a_dead_one() {
+    let mut pair = Pair::new(Via::Proxy, Shape::single(2, 12, 50_000), 11);
+    let before = pair.snapshot();
+    pair.proxy().throttle(600_000);
+    assert_eq!(pair.hand_off(b"").await, CommitOutcome::Committed);
+    assert!(matches!(pair.terminal().await, EventKind::Completed { .. }));
+    pair.assert_equal(&before);
+}
+
+#[tokio::test]
+async fn an_idle_lane_outlives_the_silence_limit() {
+    let mut pair = Pair::new(Via::Tcp, shape(), 11);
+    let before = pair.snapshot();
+    let transfer = pair.open(pair.grant(1), 1);
+    assert_eq!(pair.next_event().await, EventKind::Started);
+    tokio::time::sleep(Duration::from_millis(1500)).await;
+    pair.push_all(&transfer).await.unwrap();
+    assert_eq!(
+        transfer.commit(Bytes::new()).await,
+        CommitOutcome::Committed
+    );
+    assert_eq!(transfer.statistics().reconnects, 0);
+    pair.assert_equal(&before);
+}
+
+#[tokio::test]
+async fn a_grant_that_nobody_uses_expires() {
+    let mut pair = Pair::new(Via::Loopback, shape(), 11);
+    let request = pair.request(1, Duration::from_millis(50));
+    let ticket = pair.receiver.grant(request).unwrap().ticket;
+    let expired = EventKind::Expired {
+        reason: ExpiryReason::Deadline,
+    };
+    assert_eq!(pair.next_event().await, expired);
+    let transfer = pair.open(ticket, 1);
+    assert_eq!(
+        transfer.outcome().await,
+        CommitOutcome::Refused(Refusal::Expired)
+    );
+}
