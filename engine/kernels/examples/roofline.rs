@@ -290,6 +290,11 @@ fn attention(kernels: &Kernels, f32: f64, sizes: &[(usize, f64)]) {
                 window: None,
                 soft_cap: None,
             };
+            let slots: Vec<(u32, u32)> = (depth - rows.min(depth)..depth)
+                .map(|p| ((p / block_size) as u32, (p % block_size) as u32))
+                .collect();
+            let k = vec![0.01f32; rows * kv_heads * head_dim];
+            let write = best(|| kernels.write_kv(&view, 0, &slots, &k, &k, kv_heads * head_dim));
             let mut layer = 0;
             let seconds = best(|| {
                 kernels.attention(&view, layer, &queries, &q, &mut out, &params, &mut scratch);
@@ -300,10 +305,11 @@ fn attention(kernels: &Kernels, f32: f64, sizes: &[(usize, f64)]) {
             let bytes = if prefill { depth } else { seen } * 2 * kv_heads * head_dim * 2;
             let rate = bytes as f64 / seconds / 1e9;
             println!(
-                "attention {heads:2}/{kv_heads} x{head_dim:<3} depth {depth:4} rows {rows:3}: {:8.1} us {rate:5.1} GB/s ({:3.0} % of read) {ops:5.0} Gop/s ({:3.0} % of f32)",
+                "attention {heads:2}/{kv_heads} x{head_dim:<3} depth {depth:4} rows {rows:3}: {:8.1} us {rate:5.1} GB/s ({:3.0} % of read) {ops:5.0} Gop/s ({:3.0} % of f32), write {:.1} us",
                 seconds * 1e6,
                 100.0 * rate / limit(sizes, pool.len() * 8),
                 100.0 * ops / f32,
+                write * 1e6,
             );
         }
     }

@@ -16,7 +16,7 @@
 use crate::kernels::{Shared, share};
 use crate::matrix::{GROUP, LANES, Segment};
 use crate::quantize::cut_tiles;
-use crate::scratch::Activations;
+use crate::scratch::{Activations, Buffer};
 use crate::simd::{BFloat16, Element, Float16, Float32, Kernel, Simd};
 use crate::{Isa, Kernels, PackedMatrix, Scratch, WeightType};
 
@@ -119,44 +119,16 @@ impl Linear<'_> {
 
     /// Some row tiles of one segment times one token tile.
     fn run_strip(&self, segment: &Segment, first: usize, tiles: usize, token: usize, size: usize) {
-        let cols = self.w.cols();
-        let groups = cols / GROUP;
-        let a = self.activations;
-        let quantized = segment.ty.is_quantized();
-        // Each slice ends with its array, so that pointers derived from it may walk the whole tile.
-        let (codes, scales, scaled_sums, sums, floats): (&[i8], &[f32], &[f32], &[i32], &[f32]) =
-            if quantized {
-                (
-                    &a.codes.get(self.tokens * cols)[token * cols..],
-                    &a.scales.get(self.tokens * groups)[token * groups..],
-                    &a.scaled_sums.get(self.tokens * groups)[token * groups..],
-                    &a.sums.get(self.tokens * groups * 2)[token * groups * 2..],
-                    &[],
-                )
-            } else {
-                (
-                    &[],
-                    &[],
-                    &[],
-                    &[],
-                    &a.floats.get(self.tokens * cols)[token * cols..],
-                )
-            };
         let strip = Strip {
             w: self.w,
             segment,
             first,
             tiles,
-            cols,
-            codes: codes.as_ptr(),
-            scales: scales.as_ptr(),
-            scaled_sums: scaled_sums.as_ptr(),
-            sums: sums.as_ptr(),
-            floats: floats.as_ptr(),
+            activations: self.activations,
+            tokens: self.tokens,
             token,
             bias: self.bias,
             out: self.out,
-            out_stride: self.w.rows(),
         };
         // SAFETY: the instruction set was checked when `Kernels` was made. The activations of the token tile were just
         // laid out for `size` tokens, and the row tiles are this thread's alone.
@@ -185,16 +157,20 @@ struct Strip<'a> {
     segment: &'a Segment,
     first: usize,
     tiles: usize,
-    cols: usize,
-    codes: *const i8,
-    scales: *const f32,
-    scaled_sums: *const f32,
-    sums: *const i32,
-    floats: *const f32,
+    activations: &'a Activations,
+    /// Tokens of the whole call, and the first of this tile.
+    tokens: usize,
     token: usize,
     bias: Option<&'a [f32]>,
     out: Shared<f32>,
-    out_stride: usize,
+}
+
+impl Strip<'_> {
+    /// The token tile's part of an activation array with `per_token` elements per token, up to the array's end.
+    #[inline(always)]
+    fn part<'a, T: bytemuck::Pod>(&self, array: &'a Buffer<T>, per_token: usize) -> &'a [T] {
+        &array.get(self.tokens * per_token)[self.token * per_token..]
+    }
 }
 
 /// A strip with its weight format as a type.
@@ -283,21 +259,26 @@ struct QuantStrip<F>(std::marker::PhantomData<F>);
 impl<F: Format> StripKind for QuantStrip<F> {
     #[inline(always)]
     unsafe fn run<S: Simd, const T: usize>(strip: Strip<'_>) {
-        let groups = strip.cols / GROUP;
+        let groups = strip.w.cols() / GROUP;
+        let activations = strip.activations;
+        let x_codes = strip.part(&activations.codes, groups * GROUP).as_ptr();
+        let x_scales = strip.part(&activations.scales, groups).as_ptr();
+        let x_scaled_sums = strip.part(&activations.scaled_sums, groups).as_ptr();
+        let x_sums = strip.part(&activations.sums, 2 * groups).as_ptr();
         let zero_point = strip.segment.ty.zero_point();
         for tile in strip.first..strip.first + strip.tiles {
             let bytes = strip.w.tile(strip.segment, tile);
             let mut scales = bytes.as_ptr();
             let mut codes = bytes[strip.segment.codes_offset..].as_ptr();
             let scale_size = if F::WIDE_SCALES { 4 } else { 2 };
-            // SAFETY (of the whole loop): a tile holds the scales and codes of all groups, as packed, and the
+            // SAFETY: for the whole loop: a tile holds the scales and codes of all groups, as packed, and the
             // activations hold `groups` times `T` entries; every pointer below stays within the group's part.
             unsafe {
                 let mut acc = [S::splat(0.0); T];
                 for g in 0..groups {
-                    let x = strip.codes.add(g * T * GROUP);
-                    let x_scales = strip.scales.add(g * T);
-                    let sums = strip.sums.add(2 * g * T);
+                    let x = x_codes.add(g * T * GROUP);
+                    let x_scales = x_scales.add(g * T);
+                    let sums = x_sums.add(2 * g * T);
                     let mut dot = [S::splat_i(0); T];
                     if !F::AFFINE {
                         for (t, dot) in dot.iter_mut().enumerate() {
@@ -350,7 +331,7 @@ impl<F: Format> StripKind for QuantStrip<F> {
                     }
                     if F::AFFINE {
                         let min = load_scale::<S, F>(scales.add(LANES * scale_size));
-                        let scaled_sums = strip.scaled_sums.add(g * T);
+                        let scaled_sums = x_scaled_sums.add(g * T);
                         for (t, acc) in acc.iter_mut().enumerate() {
                             *acc = S::fma(min, S::splat(*scaled_sums.add(t)), *acc);
                         }
@@ -387,7 +368,7 @@ unsafe fn store<S: Simd, const T: usize>(strip: &Strip<'_>, tile: usize, acc: [S
     let rows = (strip.segment.rows - tile * LANES).min(LANES);
     let first_row = strip.segment.first_row + tile * LANES;
     for (t, acc) in acc.into_iter().enumerate() {
-        let at = (strip.token + t) * strip.out_stride + first_row;
+        let at = (strip.token + t) * strip.w.rows() + first_row;
         // SAFETY: these `rows` outputs of this token belong to this row tile only.
         let out = unsafe { strip.out.slice(at..at + rows) };
         // SAFETY: the caller's promise.
@@ -438,11 +419,13 @@ unsafe fn float_tiles<S: Simd, E: Element, const R: usize, const T: usize>(
 ) {
     let weights: [*const u8; R] =
         std::array::from_fn(|r| strip.w.tile(strip.segment, tile + r).as_ptr());
-    // SAFETY (of the whole loop): a tile holds 16 weights per column, the activations `T` values per column.
+    // SAFETY: for the whole loop: a tile holds 16 weights per column, the activations `T` values per column.
     unsafe {
         let mut acc = [[S::splat(0.0); T]; R];
-        for k in 0..strip.cols {
-            let x: [S::F; T] = broadcast::<S, T>(strip.floats.add(k * T));
+        let cols = strip.w.cols();
+        let x = strip.part(&strip.activations.floats, cols).as_ptr();
+        for k in 0..cols {
+            let x: [S::F; T] = broadcast::<S, T>(x.add(k * T));
             for r in 0..R {
                 let w = E::load::<S>(weights[r].add(k * LANES * E::BYTES));
                 for t in 0..T {

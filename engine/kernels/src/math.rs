@@ -16,7 +16,7 @@ pub const LOG2_E: f32 = std::f32::consts::LOG2_E;
 /// 1.5 * 2^23: adding it rounds to an integer (ties to even) that stands in the low mantissa bits.
 pub const ROUND_MAGIC: f32 = 12_582_912.0;
 /// ln 2 in two parts; the first has 9 trailing zero bits, so that its product with a small integer is exact.
-pub const LN2_HIGH: f32 = 0.693_359_375;
+pub const LN2_HIGH: f32 = 0.693_359_4;
 pub const LN2_LOW: f32 = -2.121_944_4e-4;
 /// exp(r) = 1 + r + r^2 * P(r) for |r| <= ln 2 / 2, highest power first. *Source*: Cephes `expf`.
 pub const EXP_POLY: [f32; 6] = [
@@ -43,7 +43,7 @@ pub const TANH_P: [f32; 7] = [
 pub const TANH_Q: [f32; 4] = [1.198_258_4e-6, 1.185_347_1e-4, 2.268_434_6e-3, 4.893_525e-3];
 
 /// gelu(x) = x * sigmoid(x * (LINEAR + CUBIC * x^2)), which is the tanh form: 2 sqrt(2 / pi) and that times 0.044715.
-pub const GELU_LINEAR: f32 = 1.595_769_1;
+pub const GELU_LINEAR: f32 = 1.595_769_2;
 pub const GELU_CUBIC: f32 = 0.071_354_814;
 
 /// Sum of 16 lanes in the one order used everywhere: halves fold onto each other.

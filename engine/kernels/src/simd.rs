@@ -44,6 +44,8 @@ pub(crate) trait Simd: Copy {
     unsafe fn load_f16(from: *const u16) -> Self::F;
     unsafe fn load_bf16(from: *const u16) -> Self::F;
     unsafe fn store(to: *mut f32, x: Self::F);
+    /// Each lane rounded to the nearest f16, ties to even.
+    unsafe fn to_f16(x: Self::F) -> [u16; LANES];
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
     unsafe fn mul(a: Self::F, b: Self::F) -> Self::F;
@@ -92,9 +94,16 @@ pub(crate) trait Simd: Copy {
 /// How a float is stored, in packed weights or in a KV pool.
 pub(crate) trait Element {
     const BYTES: usize;
+    /// One element in memory.
+    type Stored: Copy;
     /// # Safety
     /// 16 elements are readable and the processor has `S`'s instruction set.
     unsafe fn load<S: Simd>(from: *const u8) -> S::F;
+    /// Rounds to nearest, ties to even.
+    ///
+    /// # Safety
+    /// The processor has `S`'s instruction set.
+    unsafe fn narrow<S: Simd>(x: S::F) -> [Self::Stored; LANES];
 }
 
 pub(crate) struct Float32;
@@ -103,28 +112,46 @@ pub(crate) struct BFloat16;
 
 impl Element for Float32 {
     const BYTES: usize = 4;
+    type Stored = f32;
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's promise.
         unsafe { S::load(from.cast()) }
     }
+    #[inline(always)]
+    unsafe fn narrow<S: Simd>(x: S::F) -> [f32; LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { S::to_array(x) }
+    }
 }
 
 impl Element for Float16 {
     const BYTES: usize = 2;
+    type Stored = u16;
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's promise.
         unsafe { S::load_f16(from.cast()) }
     }
+    #[inline(always)]
+    unsafe fn narrow<S: Simd>(x: S::F) -> [u16; LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { S::to_f16(x) }
+    }
 }
 
 impl Element for BFloat16 {
     const BYTES: usize = 2;
+    type Stored = u16;
     #[inline(always)]
     unsafe fn load<S: Simd>(from: *const u8) -> S::F {
         // SAFETY: the caller's promise.
         unsafe { S::load_bf16(from.cast()) }
+    }
+    #[inline(always)]
+    unsafe fn narrow<S: Simd>(x: S::F) -> [u16; LANES] {
+        // SAFETY: the caller's promise.
+        unsafe { S::to_array(x).map(|x| half::bf16::from_f32(x).to_bits()) }
     }
 }
 

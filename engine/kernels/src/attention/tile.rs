@@ -44,34 +44,23 @@ pub(super) struct Tile<'a, E> {
     pub element: PhantomData<E>,
 }
 
-/// Runs a const-generic function over `$count` queries, as many at a time as it is compiled for.
+/// Runs a const-generic function over `$count` queries, as many at a time as it is compiled for (`$size`, largest first,
+/// ending in 1) and the registers hold.
 macro_rules! over_queries {
-    ($count:expr, $at:ident => $f:ident::<$s:ty, $e:ty, _ $(, $more:tt)*>($($args:expr),* $(,)?)) => {{
+    ($count:expr, [$($size:literal)*], $at:ident => $f:ident::<$s:ty, $e:ty, $n:literal> $args:tt) => {{
         let count = $count;
         let mut $at = 0;
         while $at < count {
-            let left = count - $at;
-            if const { <$s>::QUERIES >= 8 } && left >= 8 {
-                $f::<$s, $e, 8 $(, $more)*>($($args),*);
-                $at += 8;
-            } else if const { <$s>::QUERIES >= 6 } && left >= 6 {
-                $f::<$s, $e, 6 $(, $more)*>($($args),*);
-                $at += 6;
-            } else if const { <$s>::QUERIES >= 4 } && left >= 4 {
-                $f::<$s, $e, 4 $(, $more)*>($($args),*);
-                $at += 4;
-            } else if const { <$s>::QUERIES >= 3 } && left >= 3 {
-                $f::<$s, $e, 3 $(, $more)*>($($args),*);
-                $at += 3;
-            } else if const { <$s>::QUERIES >= 2 } && left >= 2 {
-                $f::<$s, $e, 2 $(, $more)*>($($args),*);
-                $at += 2;
-            } else {
-                $f::<$s, $e, 1 $(, $more)*>($($args),*);
-                $at += 1;
-            }
+            $(if const { $size == 1 || $size <= <$s>::QUERIES } && count - $at >= $size {
+                over_queries!(@call $f::<$s, $e, $size, $n> $args);
+                $at += $size;
+                continue;
+            })*
         }
     }};
+    (@call $f:ident::<$s:ty, $e:ty, $q:literal, $n:literal> ($($args:expr),* $(,)?)) => {
+        $f::<$s, $e, $q, $n>($($args),*)
+    };
 }
 
 impl<E: Element> Kernel for Tile<'_, E> {
@@ -145,22 +134,26 @@ impl<E: Element> Tile<'_, E> {
         // SAFETY: every span holds a visible position, so its block is readable in full, and scores of 16 positions
         // per span fit the tile's `KV_TILE` scores per query.
         unsafe {
+            // Few queries alone cannot hide the latency of their sums, so they take several spans at once.
             while const { S::QUERIES >= 8 } && span + 4 <= spans.end && queries <= 3 {
                 let k: [*const u8; 4] = std::array::from_fn(|i| self.span((span + i) * KV_SPAN));
-                over_queries!(queries, at => score_spans::<S, E, _, 4>(
-                    k, q.add(at), queries, &params, scores.add(at * KV_TILE + span * KV_SPAN)));
+                let to = scores.add(span * KV_SPAN);
+                over_queries!(queries, [3 2 1], at => score_spans::<S, E, 4>(
+                    k, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 4;
             }
             while const { S::QUERIES >= 3 } && span + 2 <= spans.end && queries <= 6 {
                 let k: [*const u8; 2] = std::array::from_fn(|i| self.span((span + i) * KV_SPAN));
-                over_queries!(queries, at => score_spans::<S, E, _, 2>(
-                    k, q.add(at), queries, &params, scores.add(at * KV_TILE + span * KV_SPAN)));
+                let to = scores.add(span * KV_SPAN);
+                over_queries!(queries, [6 4 3 2 1], at => score_spans::<S, E, 2>(
+                    k, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 2;
             }
             while span < spans.end {
                 let k = [self.span(span * KV_SPAN)];
-                over_queries!(queries, at => score_spans::<S, E, _, 1>(
-                    k, q.add(at), queries, &params, scores.add(at * KV_TILE + span * KV_SPAN)));
+                let to = scores.add(span * KV_SPAN);
+                over_queries!(queries, [8 4 2 1], at => score_spans::<S, E, 1>(
+                    k, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 1;
             }
         }
@@ -221,21 +214,25 @@ impl<E: Element> Tile<'_, E> {
         }
         // Rows ascend, so what all see lies between the last row's start and the first row's end.
         let common = self.visible(count - 1).start..self.visible(0).end;
-        // SAFETY: passed on; each range is visible to the rows named.
-        unsafe {
-            if count == 1 || common.is_empty() {
-                for row in 0..count {
-                    self.accumulate::<S>(self.visible(row), row..row + 1);
+        // Per row: what it sees before, all together: what all see, per row: what it sees behind.
+        for piece in 0..=2 * count {
+            let (positions, rows) = match piece {
+                _ if piece == count && !common.is_empty() => (common.clone(), 0..count),
+                _ if piece == count => continue,
+                _ => {
+                    let row = piece % (count + 1);
+                    let visible = self.visible(row);
+                    let positions = match (common.is_empty(), piece < count) {
+                        (true, true) => visible,
+                        (true, false) => continue,
+                        (false, true) => visible.start..common.start,
+                        (false, false) => common.end..visible.end,
+                    };
+                    (positions, row..row + 1)
                 }
-                return;
-            }
-            for row in 0..count {
-                self.accumulate::<S>(self.visible(row).start..common.start, row..row + 1);
-            }
-            self.accumulate::<S>(common.clone(), 0..count);
-            for row in 0..count {
-                self.accumulate::<S>(common.end..self.visible(row).end, row..row + 1);
-            }
+            };
+            // SAFETY: passed on; the positions are visible to the rows.
+            unsafe { self.accumulate::<S>(positions, rows) };
         }
     }
 
@@ -267,16 +264,17 @@ impl<E: Element> Tile<'_, E> {
                 let mut d = 0;
                 while d < dim {
                     let (v, acc) = (v.add(d * E::BYTES), acc.add(d));
+                    // Eight queries by four vectors would be all 32 registers.
                     if const { S::QUERIES >= 8 } && queries < 8 && dim - d >= 4 * LANES {
-                        over_queries!(queries, at => add_values::<S, E, _, 4>(
+                        over_queries!(queries, [6 4 3 2 1], at => add_values::<S, E, 4>(
                             v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 4 * LANES;
                     } else if const { S::QUERIES >= 3 } && dim - d >= 2 * LANES {
-                        over_queries!(queries, at => add_values::<S, E, _, 2>(
+                        over_queries!(queries, [8 3 2 1], at => add_values::<S, E, 2>(
                             v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 2 * LANES;
                     } else {
-                        over_queries!(queries, at => add_values::<S, E, _, 1>(
+                        over_queries!(queries, [4 1], at => add_values::<S, E, 1>(
                             v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += LANES;
                     }
@@ -308,10 +306,10 @@ unsafe fn score_spans<S: Simd, E: Element, const Q: usize, const N: usize>(
             for n in 0..N {
                 lanes[n] = E::load::<S>(k[n].add(d * KV_SPAN * E::BYTES));
             }
-            for i in 0..Q {
-                let q = S::splat(*q.add(d * stride + i));
-                for n in 0..N {
-                    acc[n][i] = S::fma(q, lanes[n], acc[n][i]);
+            let q = q.add(d * stride);
+            for (acc, lanes) in acc.iter_mut().zip(lanes) {
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    *acc = S::fma(S::splat(*q.add(i)), lanes, *acc);
                 }
             }
         }

@@ -65,6 +65,21 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn to_f16(x: Self::F) -> [u16; 16] {
+        let mut halves = [0u16; 16];
+        let to = halves.as_mut_ptr();
+        _mm_storeu_si128(
+            to.cast(),
+            _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[0]),
+        );
+        _mm_storeu_si128(
+            to.add(8).cast(),
+            _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(x[1]),
+        );
+        halves
+    }
+
+    #[inline(always)]
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
         both!(_mm256_add_ps, a, b)
     }

@@ -8,6 +8,9 @@ use std::arch::x86_64::*;
 
 use super::Simd;
 
+/// Round to nearest, ties to even.
+const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
@@ -41,6 +44,13 @@ impl Simd for Avx512 {
     #[inline(always)]
     unsafe fn store(to: *mut f32, x: Self::F) {
         _mm512_storeu_ps(to, x);
+    }
+
+    #[inline(always)]
+    unsafe fn to_f16(x: Self::F) -> [u16; 16] {
+        let mut halves = [0; 16];
+        _mm256_storeu_si256(halves.as_mut_ptr().cast(), _mm512_cvtps_ph::<NEAREST>(x));
+        halves
     }
 
     #[inline(always)]

@@ -51,6 +51,11 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn to_f16(x: Self::F) -> [u16; LANES] {
+        x.map(|x| f16::from_f32(x).to_bits())
+    }
+
+    #[inline(always)]
     unsafe fn add(a: Self::F, b: Self::F) -> Self::F {
         map(a, b, |a, b| a + b)
     }

@@ -95,7 +95,7 @@ fn k_types_of_four_and_five_bits() {
     let (d, d_min) = (0.125f32, 0.5f32);
     // Byte l of chunk c: low nibble (l + c) % 16 in group 2c, high nibble (l * 3) % 16 in group 2c + 1.
     let qs: Vec<u8> = (0..128)
-        .map(|i| ((i % 32 + i / 32) % 16 | (i % 32 * 3) % 16 << 4) as u8)
+        .map(|i| (((i % 32 + i / 32) % 16) | (((i % 32 * 3) % 16) << 4)) as u8)
         .collect();
     let low_code = move |i: usize| {
         let (group, l) = (i / 32, i % 32);

@@ -69,3 +69,10 @@ fn assert_same_bits(actual: &[f32], expected: &[f32], what: &str) {
 fn describe(kernels: &Kernels) -> String {
     format!("{} with {} threads", kernels.isa(), kernels.threads())
 }
+
+#[test]
+fn kernels_move_between_threads() {
+    fn moves<T: Send>() {}
+    moves::<Kernels>();
+    moves::<baton_kernels::Scratch>();
+}
