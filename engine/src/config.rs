@@ -41,6 +41,9 @@ pub struct EngineConfig {
     pub cores: Vec<usize>,
     /// Threads of the kernels, the engine's own included. At least 1.
     pub threads: usize,
+    /// Instruction set of the kernels; `None` takes the best there is. All give the
+    /// same bits, so this is for tests and measurements.
+    pub isa: Option<baton_kernels::Isa>,
 }
 
 /// The bounds the scheduler works within.
@@ -99,6 +102,7 @@ impl EngineConfig {
             prefix_cache: true,
             cores: Vec::new(),
             threads: 1,
+            isa: None,
         }
     }
 

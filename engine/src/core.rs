@@ -1,15 +1,39 @@
 //! The loop that owns all sequences: plan -> submit -> poll -> sample.
+//!
+//! ```text
+//! commands    submit, commit, cancel, release ...           (between steps)
+//! carry_out   preempt, admit, reserve, take blocks          (a plan becomes a step)
+//! results     computed positions, draws, forks, ends        (a step becomes tokens)
+//! outbox      events of one step or command, in their order
+//! integrity   every block's claims against every table      (debug builds, tests)
+//! ```
+//!
+//! One owner, no locks, no clock but the `now` it is given: tests drive it command by
+//! command and step by step. [`crate::engine::Engine`] runs it on a thread.
 
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+mod carry_out;
+mod commands;
+mod integrity;
+mod outbox;
+mod request;
+mod results;
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use baton_proto::model_card::ModelCard;
-use baton_proto::{ErrorKind, TokenId};
+use baton_proto::{Error, ErrorKind, TokenId};
 
-use crate::api::{Command, Event, EventSink, Load, Rejection, RequestKey};
-use crate::config::EngineConfig;
-use crate::kv::KvMemory;
-use crate::step::Executor;
+use crate::api::{Event, EventSink, Load, RequestKey, StepStatistics};
+use crate::config::{EngineConfig, Limits, Role};
+use crate::kv::{KvMemory, Pools};
+use crate::sampling::Scratch;
+use crate::scheduler::{SequenceId, Stage};
+use crate::step::{self, Executor, StepEvent, StepOutput};
+
+use outbox::Outbox;
+use request::{Kind, Request, RequestStage, Sequence};
 
 /// What the core must know of a model.
 #[derive(Clone, Debug)]
@@ -27,56 +51,266 @@ pub enum Progress {
     Idle,
 }
 
+/// Lists the requests with a cancel under way; asked between two layers of a step.
+pub type Cancels<'a> = &'a mut dyn FnMut(&mut Vec<RequestKey>);
+
+/// Steps that may fail one after the other before the device counts as broken.
+const FAILED_STEPS_MAX: u32 = 3;
+
 /// The state of one engine.
 pub struct Core {
+    executor: Box<dyn Executor>,
     sink: Box<dyn EventSink>,
+    load: Arc<Mutex<Load>>,
+    role: Role,
+    limits: Limits,
+    prefix_cache: bool,
+    eos: Vec<TokenId>,
+    tokenizer_size: u32,
+    context_max: u32,
+    /// Per model layer: its group and its index there.
+    layer_groups: Vec<usize>,
+
+    pools: Pools,
+    requests: HashMap<RequestKey, Request>,
+    /// By age.
+    sequences: BTreeMap<SequenceId, Sequence>,
+    /// Requests accepted so far: the age of the next one.
+    arrivals: u64,
+
+    outbox: Outbox,
+    scratch: Scratch,
+    totals: Totals,
+    failed_steps: u32,
+}
+
+/// What has been counted since the start.
+#[derive(Debug, Default)]
+struct Totals {
+    preemptions: u64,
+    prefix_queries_tokens: u64,
+    prefix_hits_tokens: u64,
+}
+
+/// A row of the step in flight.
+#[derive(Clone, Copy, Debug)]
+struct InFlight {
+    id: SequenceId,
+    key: RequestKey,
+    tokens: u32,
+    wants_logits: bool,
+    /// Whether its blocks are reported layer by layer.
+    ships: bool,
 }
 
 impl Core {
-    /// A core with empty pools.
+    /// A core with empty pools of the sizes of `memory`.
     ///
     /// # Errors
-    /// A configuration that cannot work with the model.
+    /// A configuration that cannot work with the model, by field.
     pub fn new(
-        _executor: Box<dyn Executor>,
-        _facts: ModelFacts,
-        _memory: &Arc<KvMemory>,
-        _config: &EngineConfig,
+        executor: Box<dyn Executor>,
+        facts: ModelFacts,
+        memory: &Arc<KvMemory>,
+        config: &EngineConfig,
         sink: Box<dyn EventSink>,
-        _load: Arc<Mutex<Load>>,
-    ) -> Result<Self, baton_proto::Error> {
-        Ok(Self { sink })
-    }
-
-    /// Takes one command.
-    pub fn handle(&mut self, command: Command, _now: Duration) {
-        if let Command::Submit(submission) = command {
-            let error = baton_proto::Error::new(ErrorKind::Unavailable, "no scheduler is built in");
-            let rejection = Rejection {
-                error,
-                retry_after: None,
-            };
-            self.sink.emit(Event::Rejected {
-                key: submission.key,
-                rejection,
-            });
+        load: Arc<Mutex<Load>>,
+    ) -> Result<Self, Error> {
+        config.validate()?;
+        let layout = memory.layout();
+        let blocks: Vec<u32> = (0..memory.groups())
+            .map(|group| memory.blocks(group))
+            .collect();
+        let mut layer_groups = vec![0; layout.layers as usize];
+        for (group, layers) in layout.groups.iter().enumerate() {
+            for layer in &layers.layers {
+                layer_groups[*layer as usize] = group;
+            }
         }
+        let context_max = match config.context_max {
+            Some(wanted) if wanted > facts.card.context_max => {
+                return Err(Error::invalid(
+                    "context_max",
+                    format!("{wanted} is above the model's {}", facts.card.context_max),
+                ));
+            }
+            wanted => wanted.unwrap_or(facts.card.context_max),
+        };
+        let core = Self {
+            executor,
+            sink,
+            load,
+            role: config.role,
+            limits: config.limits.clone(),
+            prefix_cache: config.prefix_cache,
+            eos: facts.eos,
+            tokenizer_size: facts.card.tokenizer_size.min(facts.card.vocab_size),
+            context_max,
+            layer_groups,
+            pools: Pools::new(layout, &blocks),
+            requests: HashMap::new(),
+            sequences: BTreeMap::new(),
+            arrivals: 0,
+            outbox: Outbox::default(),
+            scratch: Scratch::default(),
+            totals: Totals::default(),
+            failed_steps: 0,
+        };
+        core.publish_load();
+        Ok(core)
     }
 
     /// Plans and runs one step.
     ///
     /// # Errors
-    /// The executor failed beyond repair.
-    pub fn step(
-        &mut self,
-        _now: Duration,
-        _cancels: &mut dyn FnMut(&mut Vec<RequestKey>),
-    ) -> Result<Progress, crate::step::Error> {
-        Ok(Progress::Idle)
+    /// The executor failed several steps in a row; the core must be ended.
+    pub fn step(&mut self, now: Duration, cancels: Cancels<'_>) -> Result<Progress, step::Error> {
+        let started = Instant::now();
+        let plan = self.plan(now);
+        if plan.is_empty() {
+            return Ok(Progress::Idle);
+        }
+        let preemptions = plan.preempt.len() as u32;
+        let (step_plan, rows) = self.carry_out(plan)?;
+        // Reservations are wanted by peers now, not after the step.
+        self.flush();
+        let mut statistics = StepStatistics {
+            preemptions,
+            ..StepStatistics::default()
+        };
+        if !rows.is_empty() {
+            let outcome = self
+                .executor
+                .submit(&step_plan)
+                .and_then(|_| self.run_layers(&rows, cancels));
+            match outcome {
+                Ok(Some(output)) => {
+                    self.failed_steps = 0;
+                    (statistics.flops, statistics.bytes) = (output.flops, output.bytes);
+                    self.take_results(&rows, &output, &mut statistics);
+                    self.executor.recycle(output);
+                }
+                Ok(None) => {}
+                Err(error) => self.fail_step(&rows, error)?,
+            }
+        }
+        self.flush();
+        statistics.duration = started.elapsed();
+        if !rows.is_empty() {
+            self.sink.emit(Event::Step(statistics));
+        }
+        self.publish_load();
+        if cfg!(debug_assertions) {
+            self.check_integrity();
+        }
+        Ok(Progress::Worked)
     }
 
-    /// Fails and releases what is left and emits `Stopped`.
+    /// Polls the step in flight to its end; `None` if it was aborted because nobody
+    /// wants any of its rows any more.
+    fn run_layers(
+        &mut self,
+        rows: &[InFlight],
+        cancels: Cancels<'_>,
+    ) -> Result<Option<StepOutput>, step::Error> {
+        let mut cancelled = Vec::new();
+        loop {
+            match self.executor.poll()? {
+                StepEvent::Done(output) => return Ok(Some(output)),
+                StepEvent::LayerDone { layer } => {
+                    for row in rows.iter().filter(|row| row.ships) {
+                        self.report_layer(row, layer);
+                    }
+                    cancels(&mut cancelled);
+                    if !cancelled.is_empty() && rows.iter().all(|row| cancelled.contains(&row.key))
+                    {
+                        self.executor.abort();
+                        return Ok(None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// The device lost a step: its requests fail, the others go on. A device that
+    /// keeps failing is given up.
+    fn fail_step(&mut self, rows: &[InFlight], error: step::Error) -> Result<(), step::Error> {
+        tracing::error!(%error, rows = rows.len(), "a step failed");
+        self.failed_steps += 1;
+        let failure = Error::new(ErrorKind::Internal, error.to_string()).with_reason("STEP_FAILED");
+        for row in rows {
+            if self.requests.contains_key(&row.key) {
+                self.fail(row.key, failure.clone());
+            }
+        }
+        if self.failed_steps >= FAILED_STEPS_MAX {
+            Err(error)
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Fails and releases what is left, oldest first, and emits `Stopped`.
     pub fn end(&mut self, error: Option<String>) {
+        // Events a panic kept from being sent would contradict what follows.
+        self.outbox = Outbox::default();
+        let failure = match &error {
+            None => Error::new(ErrorKind::Unavailable, "the worker is stopping")
+                .with_reason("ENGINE_STOPPED"),
+            Some(message) => {
+                Error::new(ErrorKind::Internal, format!("the engine failed: {message}"))
+                    .with_reason("ENGINE_FAILED")
+            }
+        };
+        let mut left: Vec<_> = self
+            .requests
+            .drain()
+            .map(|(key, request)| (request.arrival, key))
+            .collect();
+        left.sort_unstable();
+        self.sequences.clear();
+        for (_, key) in left {
+            self.sink.emit(Event::Failed {
+                key,
+                error: failure.clone(),
+            });
+            self.sink.emit(Event::Released { key });
+        }
         self.sink.emit(Event::Stopped { error });
+    }
+
+    fn flush(&mut self) {
+        self.outbox.flush(&mut *self.sink);
+    }
+
+    fn publish_load(&self) {
+        let queued = |request: &&Request| request.stage == RequestStage::Queued;
+        let waiting = self.requests.values().filter(queued).count() as u32;
+        let held = self
+            .requests
+            .values()
+            .filter(|request| request.stage == RequestStage::AwaitingRelease)
+            .count() as u32;
+        let prefill_tokens_waiting = self
+            .sequences
+            .values()
+            .filter(|sequence| sequence.trunk && sequence.stage != Stage::Reserved)
+            .filter(|sequence| self.requests[&sequence.key].kind != Kind::Receive)
+            .map(|sequence| sequence.known - sequence.computed)
+            .sum();
+        let load = Load {
+            requests_running: self.requests.len() as u32 - waiting - held,
+            requests_waiting: waiting,
+            prefill_tokens_waiting,
+            preemptions_total: self.totals.preemptions,
+            prefix_queries_tokens_total: self.totals.prefix_queries_tokens,
+            prefix_hits_tokens_total: self.totals.prefix_hits_tokens,
+            blocks: self
+                .pools
+                .groups()
+                .map(|group| self.pools.pool(group).counts())
+                .collect(),
+        };
+        *self.load.lock().unwrap_or_else(PoisonError::into_inner) = load;
     }
 }

@@ -174,7 +174,10 @@ fn run(mut core: Core, inbox: &Inbox) {
     if let Some(error) = &error {
         tracing::error!(%error, "the engine stops");
     }
-    core.end(error);
+    // The sink itself may be what panicked; it is not asked twice.
+    if std::panic::catch_unwind(AssertUnwindSafe(|| core.end(error))).is_err() {
+        tracing::error!("the event sink panicked while the engine was ending");
+    }
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> &str {

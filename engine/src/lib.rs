@@ -6,6 +6,8 @@
 //!
 //! ```text
 //! api        commands and events (what a worker says and hears)
+//! engine     the handle: one OS thread around a core; start puts one together
+//! routes     events of the engine -> the mailbox of each request
 //! core       the loop that owns all sequences: plan -> submit -> poll -> sample
 //! scheduler  pure: what the next step computes
 //! kv         block pool, block tables, prefix cache, pool memory
@@ -23,5 +25,8 @@ pub mod decoder;
 pub mod engine;
 pub mod kv;
 pub mod model;
+pub mod routes;
 pub mod sampling;
+pub mod scheduler;
+mod start;
 pub mod step;

@@ -45,8 +45,14 @@ pub fn layout(block_size: u32) -> KvLayout {
         head_dim: 16,
         layers: 3,
         groups: vec![
-            KvGroup { kind: KvGroupKind::Full, layers: vec![0, 2] },
-            KvGroup { kind: KvGroupKind::SlidingWindow { window: 32 }, layers: vec![1] },
+            KvGroup {
+                kind: KvGroupKind::Full,
+                layers: vec![0, 2],
+            },
+            KvGroup {
+                kind: KvGroupKind::SlidingWindow { window: 32 },
+                layers: vec![1],
+            },
         ],
         numerics: NumericsId([3; 16]),
     }
@@ -89,7 +95,12 @@ fn write_logits(state: u64, out: &mut Vec<f32>) {
     out.extend((0..VOCAB as u64).map(|id| {
         // -4 .. 4 in steps that f32 holds exactly; ends are a little rarer than others.
         let logit = (mix(state, id) >> 45) as f32 / (1 << 16) as f32 - 4.0;
-        if id == u64::from(EOS) { logit - 1.0 } else { logit }
+        match id as u32 {
+            EOS => logit - 1.0,
+            // The tokens that break the device come from prompts alone.
+            ORDINARY..TOKENIZER_SIZE => -1000.0,
+            _ => logit,
+        }
     }));
 }
 
@@ -139,7 +150,10 @@ impl FakeExecutor {
     fn slot(&self, group: usize, index: usize, table: &[u32], position: u32) -> *mut u64 {
         let block_size = self.memory.layout().block_size;
         let block = table[(position / block_size) as usize];
-        assert_ne!(block, BLOCK_NONE, "position {position} of group {group} was dropped too early");
+        assert_ne!(
+            block, BLOCK_NONE,
+            "position {position} of group {group} was dropped too early"
+        );
         let offset = self.memory.extent(group, block, index).offset as usize
             + (position % block_size) as usize * 8;
         let region = self.memory.region(group);
@@ -156,32 +170,54 @@ impl Executor for FakeExecutor {
         let mut writers: HashMap<(usize, u32), usize> = HashMap::new();
         let mut states = Vec::new();
         for (at, row) in plan.rows.iter().enumerate() {
-            let RowInput::Tokens(tokens) = &row.input else { panic!("only tokens") };
+            let RowInput::Tokens(tokens) = &row.input else {
+                panic!("only tokens")
+            };
             let end = row.position + tokens.len() as u32;
             assert!(end <= CONTEXT_MAX);
             for (group, table) in row.tables.iter().enumerate() {
-                assert_eq!(table.len() as u32, end.div_ceil(block_size), "length of the table");
+                assert_eq!(
+                    table.len() as u32,
+                    end.div_ceil(block_size),
+                    "length of the table"
+                );
                 for ordinal in row.position / block_size..end.div_ceil(block_size) {
                     let block = table[ordinal as usize];
                     let other = writers.insert((group, block), at);
-                    assert!(other.is_none_or(|other| other == at), "two rows write one block");
+                    assert!(
+                        other.is_none_or(|other| other == at),
+                        "two rows write one block"
+                    );
                 }
             }
             states.push(
-                tokens.iter().zip(row.position..).map(|(token, p)| embed(*token, p)).collect(),
+                tokens
+                    .iter()
+                    .zip(row.position..)
+                    .map(|(token, p)| embed(*token, p))
+                    .collect(),
             );
         }
         for (at, row) in plan.rows.iter().enumerate() {
             for (group, table) in row.tables.iter().enumerate() {
                 for block in table.iter().filter(|block| **block != BLOCK_NONE) {
                     let writer = writers.get(&(group, *block));
-                    assert!(writer.is_none_or(|w| *w == at), "one row reads what another writes");
+                    assert!(
+                        writer.is_none_or(|w| *w == at),
+                        "one row reads what another writes"
+                    );
                 }
             }
         }
-        self.step = Some(Running { plan: plan.clone(), states, layer: 0 });
+        self.step = Some(Running {
+            plan: plan.clone(),
+            states,
+            layer: 0,
+        });
         let number = self.tally.steps.fetch_add(1, Ordering::Relaxed);
-        self.tally.rows.fetch_add(plan.rows.len() as u64, Ordering::Relaxed);
+        self.tally
+            .rows
+            .fetch_add(plan.rows.len() as u64, Ordering::Relaxed);
         Ok(StepId(number))
     }
 
@@ -189,14 +225,23 @@ impl Executor for FakeExecutor {
         let mut step = self.step.take().ok_or(Error::NoStep)?;
         let layout = self.memory.layout().clone();
         if step.layer == layout.layers as usize {
-            let mut output = StepOutput { vocab_size: VOCAB, flops: 1, bytes: 1, ..Default::default() };
+            let mut output = StepOutput {
+                vocab_size: VOCAB,
+                flops: 1,
+                bytes: 1,
+                ..Default::default()
+            };
             for (row, states) in step.plan.rows.iter().zip(&step.states) {
-                let RowInput::Tokens(tokens) = &row.input else { unreachable!() };
+                let RowInput::Tokens(tokens) = &row.input else {
+                    unreachable!()
+                };
                 if tokens.contains(&PANIC_TOKEN) {
                     panic!("the fake device was asked to panic");
                 }
                 if tokens.contains(&ERROR_TOKEN) {
-                    return Err(Error::Device("the fake device was asked to fail".to_owned()));
+                    return Err(Error::Device(
+                        "the fake device was asked to fail".to_owned(),
+                    ));
                 }
                 if row.logits == LogitsWanted::Last {
                     write_logits(states[states.len() - 1], &mut output.logits);
@@ -213,8 +258,11 @@ impl Executor for FakeExecutor {
             .iter()
             .position(|group| group.layers.contains(&(step.layer as u32)))
             .unwrap();
-        let index =
-            layout.groups[group].layers.iter().position(|l| *l as usize == step.layer).unwrap();
+        let index = layout.groups[group]
+            .layers
+            .iter()
+            .position(|l| *l as usize == step.layer)
+            .unwrap();
         for (row, states) in step.plan.rows.iter().zip(&mut step.states) {
             let table = &row.tables[group];
             for (position, state) in (row.position..).zip(states) {
@@ -242,7 +290,9 @@ impl Executor for FakeExecutor {
     fn recycle(&mut self, _output: StepOutput) {}
 
     fn copy_blocks(&mut self, group: usize, pairs: &[(u32, u32)]) -> Result<(), Error> {
-        self.tally.copies.fetch_add(pairs.len() as u64, Ordering::Relaxed);
+        self.tally
+            .copies
+            .fetch_add(pairs.len() as u64, Ordering::Relaxed);
         if self.skips_copies {
             return Ok(());
         }
@@ -271,13 +321,20 @@ pub struct Expected {
 /// The whole output of every choice of a request without forced tokens.
 pub fn oracle(submission: &Submission) -> Vec<Expected> {
     assert!(submission.forced.is_empty());
-    (0..submission.sampling.n).map(|choice| oracle_choice(submission, choice)).collect()
+    (0..submission.sampling.n)
+        .map(|choice| oracle_choice(submission, choice))
+        .collect()
 }
 
 fn oracle_choice(submission: &Submission, choice: u32) -> Expected {
     let layout = layout(16);
     let prompt = &submission.prompt;
-    let rules = Rules::new(&submission.sampling, &[EOS], TOKENIZER_SIZE, prompt.len() as u32);
+    let rules = Rules::new(
+        &submission.sampling,
+        &[EOS],
+        TOKENIZER_SIZE,
+        prompt.len() as u32,
+    );
     let mut history = rules.replay(prompt, &[]);
     let mut stored: Vec<Vec<u64>> = vec![Vec::new(); layout.layers as usize];
     let mut tokens: Vec<SampledToken> = Vec::new();
@@ -301,7 +358,9 @@ fn oracle_choice(submission: &Submission, choice: u32) -> Expected {
         logits.clear();
         write_logits(state, &mut logits);
         let index = tokens.len() as u32;
-        let drawn = rules.draw(Draw { choice, index }, &history, &logits, &mut scratch).unwrap();
+        let drawn = rules
+            .draw(Draw { choice, index }, &history, &logits, &mut scratch)
+            .unwrap();
         history.push(drawn.id);
         let reason = rules.end_after(drawn.id, index);
         tokens.push(drawn);

@@ -20,7 +20,11 @@ pub fn local(key: u64, prompt: u32, max_tokens: u32) -> Submission {
         work: Work::Local,
         prompt: (0..prompt).map(token).collect(),
         forced: Vec::new(),
-        sampling: SamplingParams { temperature: 0.0, max_tokens, ..SamplingParams::default() },
+        sampling: SamplingParams {
+            temperature: 0.0,
+            max_tokens,
+            ..SamplingParams::default()
+        },
         cache_salt: Vec::new(),
         use_cache: true,
     }
@@ -73,9 +77,22 @@ fn serve(machine: &mut Machine, submission: Submission) -> Vec<Event> {
     machine.submit(submission);
     let events = machine.run();
     for (choice, expected) in expected.iter().enumerate() {
-        assert_eq!(tokens_of(&events, key, choice as u32), expected.tokens, "{events:?}");
+        assert_eq!(
+            tokens_of(&events, key, choice as u32),
+            expected.tokens,
+            "{events:?}"
+        );
     }
-    assert_eq!(events.iter().filter(|e| **e == Event::Released { key: RequestKey(key) }).count(), 1);
+    assert_eq!(
+        events
+            .iter()
+            .filter(|e| **e
+                == Event::Released {
+                    key: RequestKey(key)
+                })
+            .count(),
+        1
+    );
     events
 }
 
@@ -83,8 +100,13 @@ fn serve(machine: &mut Machine, submission: Submission) -> Vec<Event> {
 #[test]
 fn a_preempted_sequence_ends_as_if_it_had_run_alone() {
     for prefix_cache in [true, false] {
-        let mut machine =
-            Machine::new(Role::Decode, &Sizes { prefix_cache, ..Sizes::new(16, 20) });
+        let mut machine = Machine::new(
+            Role::Decode,
+            &Sizes {
+                prefix_cache,
+                ..Sizes::new(16, 20)
+            },
+        );
         let submissions: Vec<_> = (1..=6)
             .map(|key| {
                 let mut submission = long(key, 40, 100);
@@ -117,8 +139,15 @@ fn a_preempted_sequence_ends_as_if_it_had_run_alone() {
 #[test]
 fn a_cache_hit_changes_nothing_but_the_time() {
     for chunk_tokens in [16, 512] {
-        let mut machine =
-            Machine::new(Role::Decode, &Sizes { chunk_tokens, window_blocks: 128, ..Sizes::new(16, 64) });
+        let mut machine = Machine::new(
+            Role::Decode,
+            &Sizes {
+                chunk_tokens,
+                window_blocks: 128,
+                ..Sizes::new(16, 64)
+            },
+        );
+        let another = |token: u32| if token == 2 { 3 } else { 2 };
         let mut key = 0;
         let mut send = |machine: &mut Machine, prompt: &[u32]| {
             key += 1;
@@ -136,10 +165,10 @@ fn a_cache_hit_changes_nothing_but_the_time() {
             let longer: Vec<u32> = prompt.iter().copied().chain([5]).collect();
             assert_eq!(send(&mut machine, &longer), length / 16 * 16);
             let mut changed = prompt.clone();
-            *changed.last_mut().unwrap() ^= 1;
+            *changed.last_mut().unwrap() = another(prompt[prompt.len() - 1]);
             assert_eq!(send(&mut machine, &changed), (length - 1) / 16 * 16);
             let mut changed = prompt.clone();
-            changed[0] ^= 1;
+            changed[0] = another(prompt[0]);
             assert_eq!(send(&mut machine, &changed), 0);
         }
         assert!(machine.load().prefix_hits_tokens_total > 0);
@@ -152,7 +181,11 @@ fn a_cache_hit_changes_nothing_but_the_time() {
 fn thirty_growing_sequences_all_end_in_a_pool_for_two_and_a_half() {
     let mut machine = Machine::new(
         Role::Decode,
-        &Sizes { sequences_max: 32, window_blocks: 400, ..Sizes::new(16, 50) },
+        &Sizes {
+            sequences_max: 32,
+            window_blocks: 400,
+            ..Sizes::new(16, 50)
+        },
     );
     let submissions: Vec<_> = (1..=30).map(|key| long(key, 30, 290)).collect();
     for submission in &submissions {
@@ -163,7 +196,10 @@ fn thirty_growing_sequences_all_end_in_a_pool_for_two_and_a_half() {
     println!("{preemptions} preemptions");
     assert!(preemptions > 0 && preemptions < 300, "{preemptions}");
     for submission in &submissions {
-        assert_eq!(tokens_of(&events, submission.key.0, 0), oracle(submission)[0].tokens);
+        assert_eq!(
+            tokens_of(&events, submission.key.0, 0),
+            oracle(submission)[0].tokens
+        );
     }
     machine.assert_nothing_held();
 }
@@ -175,7 +211,11 @@ fn a_pool_full_of_cached_blocks_serves_every_path() {
         for key in key..key + 12 {
             serve(machine, local(key, 70, 2));
         }
-        assert!(machine.load().blocks[0].free < 5, "{:?}", machine.load().blocks);
+        assert!(
+            machine.load().blocks[0].free < 5,
+            "{:?}",
+            machine.load().blocks
+        );
     };
     let mut world = World::new(&Sizes::new(16, 40), &Sizes::new(16, 40));
     // A prompt, growth and a fork.
@@ -204,7 +244,13 @@ fn what_can_never_fit_is_refused_at_once() {
     machine.submit(local(1, 150, 11));
     assert_eq!(rejection(&machine.take_events()).reason, "POOL_TOO_SMALL");
     serve(&mut machine, local(2, 150, 10));
-    let mut machine = Machine::new(Role::Decode, &Sizes { window_blocks: 9, ..Sizes::new(16, 40) });
+    let mut machine = Machine::new(
+        Role::Decode,
+        &Sizes {
+            window_blocks: 9,
+            ..Sizes::new(16, 40)
+        },
+    );
     let mut wide = local(3, 100, 10);
     wide.sampling.n = 4;
     machine.submit(wide);
@@ -215,15 +261,26 @@ fn what_can_never_fit_is_refused_at_once() {
 #[test]
 fn the_context_ends_where_it_says() {
     let mut machine = Machine::new(Role::Decode, &Sizes::new(16, 64));
-    for (prompt, max_tokens) in [(CONTEXT_MAX - 1, 1), (CONTEXT_MAX - 16, 16), (1, CONTEXT_MAX - 1)] {
+    for (prompt, max_tokens) in [
+        (CONTEXT_MAX - 1, 1),
+        (CONTEXT_MAX - 16, 16),
+        (1, CONTEXT_MAX - 1),
+    ] {
         serve(&mut machine, long(u64::from(prompt), prompt, max_tokens));
     }
     for (prompt, max_tokens) in [(CONTEXT_MAX, 1), (CONTEXT_MAX - 1, 2), (5, u32::MAX)] {
         machine.submit(long(7777, prompt, max_tokens));
         let error = rejection(&machine.take_events());
-        assert_eq!((error.kind, error.reason.as_str()), (ErrorKind::Invalid, "CONTEXT_LENGTH_EXCEEDED"));
+        assert_eq!(
+            (error.kind, error.reason.as_str()),
+            (ErrorKind::Invalid, "CONTEXT_LENGTH_EXCEEDED")
+        );
         for number in [CONTEXT_MAX, prompt, max_tokens] {
-            assert!(error.message.contains(&number.to_string()), "{}", error.message);
+            assert!(
+                error.message.contains(&number.to_string()),
+                "{}",
+                error.message
+            );
         }
     }
 }
@@ -243,16 +300,29 @@ fn wrong_submissions_are_refused_by_field() {
     assert_eq!(field(|s| s.forced = vec![vec![1], vec![2]]), "forced");
     assert_eq!(field(|s| s.forced = vec![vec![2; 5]]), "forced");
     assert_eq!(field(|s| s.sampling.n = 9), "n");
-    assert_eq!(field(|s| s.work = Work::Prefill { ship: Vec::new() }), "work");
+    assert_eq!(
+        field(|s| s.work = Work::Prefill { ship: Vec::new() }),
+        "work"
+    );
     let mut machine = Machine::new(Role::Prefill, &Sizes::new(16, 64));
     for (group, first, count) in [(2, 0, 1), (0, 0, 3), (0, u32::MAX, u32::MAX), (1, 0, 1)] {
         let mut submission = local(1, 32, 4);
         if (group, first) == (1, 0) {
             submission = local(1, 64, 4);
         }
-        submission.work = Work::Prefill { ship: vec![OrdinalRange { group, first, count }] };
+        submission.work = Work::Prefill {
+            ship: vec![OrdinalRange {
+                group,
+                first,
+                count,
+            }],
+        };
         machine.submit(submission);
-        assert_eq!(rejection(&machine.take_events()).field, "ship", "{group} {first} {count}");
+        assert_eq!(
+            rejection(&machine.take_events()).field,
+            "ship",
+            "{group} {first} {count}"
+        );
     }
 }
 
@@ -295,9 +365,15 @@ fn overload_is_refused_with_a_hint_and_ends() {
     assert_eq!(error.kind, ErrorKind::Overloaded);
     assert!(error.retry_after.is_some());
     machine.submit(local(3, 10, 2));
-    assert!(matches!(machine.take_events()[..], [Event::Accepted { .. }]));
+    assert!(matches!(
+        machine.take_events()[..],
+        [Event::Accepted { .. }]
+    ));
     machine.submit(local(4, 1, 2));
-    assert_eq!(rejection(&machine.take_events()).kind, ErrorKind::Overloaded);
+    assert_eq!(
+        rejection(&machine.take_events()).kind,
+        ErrorKind::Overloaded
+    );
     machine.run();
     // A single long prompt may always wait.
     serve(&mut machine, local(5, 300, 2));
@@ -312,7 +388,11 @@ fn a_cancelled_reservation_stays_quarantined_until_released() {
     machine.submit(receive);
     machine.step();
     let events = machine.take_events();
-    assert!(events.iter().any(|event| matches!(event, Event::Reserved { .. })));
+    assert!(
+        events
+            .iter()
+            .any(|event| matches!(event, Event::Reserved { .. }))
+    );
     let reserved = machine.load().blocks[0].reserved;
     assert_eq!(reserved, 21);
     machine.send(Command::Cancel { key: RequestKey(1) });
@@ -322,15 +402,31 @@ fn a_cancelled_reservation_stays_quarantined_until_released() {
     // Somebody who needs them waits.
     machine.submit(local(2, 330, 4));
     assert_eq!(machine.step(), Progress::Idle);
-    serve(&mut Machine::new(Role::Decode, &Sizes::new(16, 40)), local(2, 330, 4));
+    serve(
+        &mut Machine::new(Role::Decode, &Sizes::new(16, 40)),
+        local(2, 330, 4),
+    );
     // A late commit of the cancelled request is ignored.
-    let late = SampledToken { id: 5, logprob: None };
-    machine.send(Command::Commit { key: RequestKey(1), first: vec![late] });
+    let late = SampledToken {
+        id: 5,
+        logprob: None,
+    };
+    machine.send(Command::Commit {
+        key: RequestKey(1),
+        first: vec![late],
+    });
     machine.send(Command::Release { key: RequestKey(1) });
     machine.send(Command::Release { key: RequestKey(1) });
     let events = machine.run();
-    assert_eq!(events[1], Event::Released { key: RequestKey(1) }, "{events:?}");
-    assert_eq!(tokens_of(&events, 2, 0), oracle(&local(2, 330, 4))[0].tokens);
+    assert_eq!(
+        events[1],
+        Event::Released { key: RequestKey(1) },
+        "{events:?}"
+    );
+    assert_eq!(
+        tokens_of(&events, 2, 0),
+        oracle(&local(2, 330, 4))[0].tokens
+    );
     machine.assert_nothing_held();
 }
 
@@ -339,7 +435,11 @@ fn a_cancelled_reservation_stays_quarantined_until_released() {
 fn a_prefill_keeps_its_blocks_until_released() {
     let mut machine = Machine::new(Role::Prefill, &Sizes::new(16, 48));
     let ship = |prompt: u32| {
-        vec![OrdinalRange { group: 0, first: 0, count: prompt.div_ceil(16) }]
+        vec![OrdinalRange {
+            group: 0,
+            first: 0,
+            count: prompt.div_ceil(16),
+        }]
     };
     let prefill = |key, prompt| {
         let mut submission = local(key, prompt, 4);
@@ -357,15 +457,31 @@ fn a_prefill_keeps_its_blocks_until_released() {
     for key in 2..5 {
         machine.submit(prefill(key, 190));
         machine.run();
-        machine.send(Command::Cancel { key: RequestKey(key) });
-        machine.send(Command::Release { key: RequestKey(key) });
-        assert_eq!(machine.take_events(), [Event::Released { key: RequestKey(key) }]);
+        machine.send(Command::Cancel {
+            key: RequestKey(key),
+        });
+        machine.send(Command::Release {
+            key: RequestKey(key),
+        });
+        assert_eq!(
+            machine.take_events(),
+            [Event::Released {
+                key: RequestKey(key)
+            }]
+        );
     }
     assert_eq!(machine.load().blocks[0].pinned, 20);
     machine.send(Command::Cancel { key: RequestKey(1) });
-    assert_eq!(machine.load().blocks[0].pinned, 20, "only the worker knows when reads ended");
+    assert_eq!(
+        machine.load().blocks[0].pinned,
+        20,
+        "only the worker knows when reads ended"
+    );
     machine.send(Command::Release { key: RequestKey(1) });
-    assert_eq!(machine.take_events(), [Event::Released { key: RequestKey(1) }]);
+    assert_eq!(
+        machine.take_events(),
+        [Event::Released { key: RequestKey(1) }]
+    );
     machine.assert_nothing_held();
 }
 
@@ -382,10 +498,16 @@ fn a_cancel_of_a_prefill_in_progress_waits_for_release_and_one_in_the_queue_does
     machine.send(Command::Cancel { key: RequestKey(1) });
     assert_eq!(machine.take_events(), []);
     machine.send(Command::Cancel { key: RequestKey(2) });
-    assert_eq!(machine.take_events(), [Event::Released { key: RequestKey(2) }]);
+    assert_eq!(
+        machine.take_events(),
+        [Event::Released { key: RequestKey(2) }]
+    );
     assert_eq!(machine.run(), []);
     machine.send(Command::Release { key: RequestKey(1) });
-    assert_eq!(machine.take_events(), [Event::Released { key: RequestKey(1) }]);
+    assert_eq!(
+        machine.take_events(),
+        [Event::Released { key: RequestKey(1) }]
+    );
     machine.assert_nothing_held();
 }
 
@@ -402,7 +524,11 @@ fn a_cancel_is_seen_between_layers() {
         *keys = vec![RequestKey(1)];
     };
     machine.core.step(now, &mut { one }).unwrap();
-    assert_eq!(machine.tally.aborts.load(Ordering::Relaxed), 0, "the other row is wanted");
+    assert_eq!(
+        machine.tally.aborts.load(Ordering::Relaxed),
+        0,
+        "the other row is wanted"
+    );
     let mut asked = 0;
     machine
         .core
@@ -478,11 +604,20 @@ fn a_cancelled_choice_ends_and_the_others_do_not_notice() {
     for _ in 0..10 {
         machine.step();
     }
-    machine.send(Command::CancelChoice { key: RequestKey(1), choice: 1 });
-    machine.send(Command::CancelChoice { key: RequestKey(1), choice: 1 });
+    machine.send(Command::CancelChoice {
+        key: RequestKey(1),
+        choice: 1,
+    });
+    machine.send(Command::CancelChoice {
+        key: RequestKey(1),
+        choice: 1,
+    });
     let events = machine.run();
     for choice in [0, 2] {
-        assert_eq!(tokens_of(&events, 1, choice), expected[choice as usize].tokens);
+        assert_eq!(
+            tokens_of(&events, 1, choice),
+            expected[choice as usize].tokens
+        );
     }
     let ended = tokens_of(&events, 1, 1);
     assert!(!ended.is_empty() && ended.len() < 30);
@@ -503,10 +638,18 @@ fn a_paused_choice_stands_still_and_goes_on_where_it_was() {
     for _ in 0..5 {
         machine.step();
     }
-    machine.send(Command::Pause { key: RequestKey(1), choice: 0, paused: true });
+    machine.send(Command::Pause {
+        key: RequestKey(1),
+        choice: 0,
+        paused: true,
+    });
     let mut events = machine.run();
     assert!(tokens_of(&events, 1, 0).len() < 30);
-    machine.send(Command::Pause { key: RequestKey(1), choice: 0, paused: false });
+    machine.send(Command::Pause {
+        key: RequestKey(1),
+        choice: 0,
+        paused: false,
+    });
     events.extend(machine.run());
     assert_eq!(tokens_of(&events, 1, 0), oracle(&submission)[0].tokens);
 }
@@ -563,5 +706,8 @@ fn a_copy_that_is_not_made_is_noticed() {
         (0..3).all(|choice| tokens_of(&events, 1, choice) == expected[choice as usize].tokens)
     };
     assert!(run(false));
-    assert!(!run(true), "without copies some choice must differ from the oracle");
+    assert!(
+        !run(true),
+        "without copies some choice must differ from the oracle"
+    );
 }

@@ -3,7 +3,7 @@
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
-use baton_engine::api::{Command, Event, RequestKey};
+use baton_engine::api::{Command, Event, RequestKey, Submission};
 use baton_engine::config::Role;
 use baton_engine::engine::{Engine, SendError};
 use baton_engine::kv::KvMemory;
@@ -32,7 +32,9 @@ fn start() -> (Engine, Receiver<Event>) {
 fn until(heard: &Receiver<Event>, wanted: impl Fn(&Event) -> bool) -> Vec<Event> {
     let mut events = Vec::new();
     loop {
-        let event = heard.recv_timeout(Duration::from_secs(20)).expect("the engine goes on");
+        let event = heard
+            .recv_timeout(Duration::from_secs(20))
+            .expect("the engine goes on");
         let done = wanted(&event);
         events.push(event);
         if done {
@@ -42,7 +44,25 @@ fn until(heard: &Receiver<Event>, wanted: impl Fn(&Event) -> bool) -> Vec<Event>
 }
 
 fn released(key: u64) -> impl Fn(&Event) -> bool {
-    move |event| *event == Event::Released { key: RequestKey(key) }
+    move |event| {
+        *event
+            == Event::Released {
+                key: RequestKey(key),
+            }
+    }
+}
+
+/// Submits a request that draws one token and then stands still.
+fn hold_after_first(engine: &Engine, submission: Submission) {
+    let key = submission.key;
+    engine.send(Command::Submit(Box::new(submission))).unwrap();
+    engine
+        .send(Command::Pause {
+            key,
+            choice: 0,
+            paused: true,
+        })
+        .unwrap();
 }
 
 #[test]
@@ -73,13 +93,19 @@ fn stopping_fails_and_releases_what_is_left() {
     let (engine, heard) = start();
     let mut submission = local(1, 30, 300);
     submission.sampling.ignore_eos = true;
-    engine.send(Command::Submit(Box::new(submission))).unwrap();
+    hold_after_first(&engine, submission);
     until(&heard, |event| matches!(event, Event::Tokens(_)));
     engine.stop();
     let events: Vec<_> = heard.iter().collect();
     let tail = &events[events.len() - 3..];
     assert!(matches!(&tail[0], Event::Failed { error, .. } if error.reason == "ENGINE_STOPPED"));
-    assert_eq!(tail[1..], [Event::Released { key: RequestKey(1) }, Event::Stopped { error: None }]);
+    assert_eq!(
+        tail[1..],
+        [
+            Event::Released { key: RequestKey(1) },
+            Event::Stopped { error: None }
+        ]
+    );
 }
 
 #[test]
@@ -87,7 +113,7 @@ fn a_panic_in_a_step_fails_everything_once_and_ends_the_engine() {
     let (engine, heard) = start();
     let mut innocent = local(1, 30, 300);
     innocent.sampling.ignore_eos = true;
-    engine.send(Command::Submit(Box::new(innocent))).unwrap();
+    hold_after_first(&engine, innocent);
     until(&heard, |event| matches!(event, Event::Tokens(_)));
     let mut bad = local(2, 30, 4);
     bad.prompt[20] = PANIC_TOKEN;
@@ -96,17 +122,27 @@ fn a_panic_in_a_step_fails_everything_once_and_ends_the_engine() {
     for key in [1, 2] {
         let failed = |event: &&Event| matches!(event, Event::Failed { key: k, .. } if k.0 == key);
         assert_eq!(events.iter().filter(failed).count(), 1);
-        assert_eq!(events.iter().filter(|event| released(key)(event)).count(), 1);
+        assert_eq!(
+            events.iter().filter(|event| released(key)(event)).count(),
+            1
+        );
     }
-    assert!(matches!(events.last(), Some(Event::Stopped { error: Some(message) }) if message.contains("asked to panic")));
-    assert!(heard.recv_timeout(Duration::from_secs(5)).is_err(), "the thread has ended");
+    assert!(
+        matches!(events.last(), Some(Event::Stopped { error: Some(message) }) if message.contains("asked to panic"))
+    );
+    assert!(
+        heard.recv_timeout(Duration::from_secs(5)).is_err(),
+        "the thread has ended"
+    );
     assert_eq!(engine.send(Command::ClearCache), Err(SendError::Stopped));
 }
 
 #[test]
 fn an_idle_engine_sleeps() {
     let (engine, heard) = start();
-    engine.send(Command::Submit(Box::new(local(1, 30, 4)))).unwrap();
+    engine
+        .send(Command::Submit(Box::new(local(1, 30, 4))))
+        .unwrap();
     until(&heard, released(1));
     let task = |name: &str| -> u64 {
         // Processor time of the engine's thread in clock ticks: fields 14 and 15 of stat(5).

@@ -105,7 +105,14 @@ impl Machine {
             Arc::clone(&load),
         )
         .unwrap();
-        Self { core, memory, tally, load, events, now: Duration::ZERO }
+        Self {
+            core,
+            memory,
+            tally,
+            load,
+            events,
+            now: Duration::ZERO,
+        }
     }
 
     pub fn send(&mut self, command: Command) {
@@ -161,7 +168,12 @@ impl Machine {
         let mut bytes = vec![0; extent.len as usize];
         // SAFETY: an extent is inside its region, and this thread alone uses the pools.
         unsafe {
-            let from = self.memory.region(group).ptr.as_ptr().add(extent.offset as usize);
+            let from = self
+                .memory
+                .region(group)
+                .ptr
+                .as_ptr()
+                .add(extent.offset as usize);
             std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len());
         }
         bytes
@@ -172,7 +184,12 @@ impl Machine {
         assert_eq!(extent.len as usize, bytes.len());
         // SAFETY: as above.
         unsafe {
-            let to = self.memory.region(group).ptr.as_ptr().add(extent.offset as usize);
+            let to = self
+                .memory
+                .region(group)
+                .ptr
+                .as_ptr()
+                .add(extent.offset as usize);
             std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
         }
     }
@@ -231,7 +248,13 @@ impl World {
 
     /// A request arrives. `forced` gives, per choice, how much of its output the
     /// client already has (clamped to what there is).
-    pub fn arrive(&mut self, mut submission: Submission, forced: &[usize], lazy: bool, delay: u32) -> u64 {
+    pub fn arrive(
+        &mut self,
+        mut submission: Submission,
+        forced: &[usize],
+        lazy: bool,
+        delay: u32,
+    ) -> u64 {
         let key = self.next;
         self.next += 1;
         submission.key = RequestKey(key);
@@ -282,29 +305,48 @@ impl World {
     }
 
     fn send_cancel(&mut self, key: u64) {
-        let Some(client) = self.clients.get_mut(&key) else { return };
+        let Some(client) = self.clients.get_mut(&key) else {
+            return;
+        };
         if client.cancelled {
             return;
         }
         client.cancelled = true;
         client.release_d_in = Some(client.preset_delay);
         client.release_p_in = Some(client.preset_delay);
-        self.decode.send(Command::Cancel { key: RequestKey(key) });
-        self.prefill.send(Command::Cancel { key: RequestKey(key) });
+        // The news may reach the prefill worker late: until then it goes on writing.
+        let late = !client.lazy;
+        self.decode.send(Command::Cancel {
+            key: RequestKey(key),
+        });
+        if !late {
+            self.prefill.send(Command::Cancel {
+                key: RequestKey(key),
+            });
+        }
     }
 
     pub fn cancel_choice(&mut self, key: u64, choice: u32) {
-        let Some(client) = self.clients.get_mut(&key) else { return };
+        let Some(client) = self.clients.get_mut(&key) else {
+            return;
+        };
         let choice = choice % client.got.len() as u32;
         if client.finished[choice as usize].is_none() {
             client.choice_cancelled[choice as usize] = true;
         }
-        self.decode.send(Command::CancelChoice { key: RequestKey(key), choice });
+        self.decode.send(Command::CancelChoice {
+            key: RequestKey(key),
+            choice,
+        });
         self.deliver();
     }
 
     pub fn pause(&mut self, key: u64, choice: u32, paused: bool) {
-        self.decode.send(Command::Pause { key: RequestKey(key), choice, paused });
+        self.decode.send(Command::Pause {
+            key: RequestKey(key),
+            choice,
+            paused,
+        });
     }
 
     /// One step of each engine and all that follows from it. Whether anything happened.
@@ -317,8 +359,9 @@ impl World {
         for key in self.clients.keys().copied().collect::<Vec<_>>() {
             let client = self.clients.get_mut(&key).unwrap();
             let mut due = [false; 2];
-            for (timer, due) in
-                [&mut client.release_d_in, &mut client.release_p_in].into_iter().zip(&mut due)
+            for (timer, due) in [&mut client.release_d_in, &mut client.release_p_in]
+                .into_iter()
+                .zip(&mut due)
             {
                 match timer {
                     Some(0) => (*timer, *due) = (None, true),
@@ -329,11 +372,15 @@ impl World {
             }
             if due[0] {
                 client.d_lent = false;
-                self.decode.send(Command::Release { key: RequestKey(key) });
+                self.decode.send(Command::Release {
+                    key: RequestKey(key),
+                });
             }
             if due[1] {
                 self.check_sent(key);
-                self.prefill.send(Command::Release { key: RequestKey(key) });
+                self.prefill.send(Command::Release {
+                    key: RequestKey(key),
+                });
             }
             self.deliver();
         }
@@ -344,13 +391,22 @@ impl World {
     pub fn finish(&mut self) {
         for (key, client) in &self.clients {
             for choice in 0..client.got.len() as u32 {
-                self.decode.send(Command::Pause { key: RequestKey(*key), choice, paused: false });
+                self.decode.send(Command::Pause {
+                    key: RequestKey(*key),
+                    choice,
+                    paused: false,
+                });
             }
         }
         let mut rounds = 0;
         while self.round() {
             rounds += 1;
-            assert!(rounds < 20_000, "no end: {:?} {:?}", self.decode.load(), self.prefill.load());
+            assert!(
+                rounds < 20_000,
+                "no end: {:?} {:?}",
+                self.decode.load(),
+                self.prefill.load()
+            );
         }
         for (key, client) in &self.clients {
             client.check(*key);
@@ -376,7 +432,9 @@ impl World {
     }
 
     fn client(&mut self, key: RequestKey) -> &mut Client {
-        self.clients.get_mut(&key.0).expect("an event names a known request")
+        self.clients
+            .get_mut(&key.0)
+            .expect("an event names a known request")
     }
 
     fn on_decode(&mut self, event: Event) {
@@ -384,7 +442,11 @@ impl World {
             Event::Accepted { key } => self.client(key).accepted[0] += 1,
             Event::Rejected { key, rejection } => self.client(key).rejected = Some(rejection),
             Event::Started { key, cached_tokens } => self.client(key).start(cached_tokens),
-            Event::Reserved { key, groups, cached_tokens } => {
+            Event::Reserved {
+                key,
+                groups,
+                cached_tokens,
+            } => {
                 let client = self.client(key);
                 client.start(cached_tokens);
                 client.reserved.clone_from(&groups);
@@ -396,7 +458,11 @@ impl World {
                         for (at, block) in group.blocks.iter().enumerate() {
                             assert_eq!(block.ordinal, first + at as u32, "ordinals are a run");
                         }
-                        OrdinalRange { group: group.group, first, count: group.blocks.len() as u32 }
+                        OrdinalRange {
+                            group: group.group,
+                            first,
+                            count: group.blocks.len() as u32,
+                        }
                     })
                     .filter(|range| range.count > 0)
                     .collect();
@@ -413,10 +479,14 @@ impl World {
                     client.on_token(token.choice, token.index, token.token);
                 }
             }
-            Event::Finished { key, choice, reason, output_tokens } => {
+            Event::Finished {
+                key,
+                choice,
+                reason,
+                output_tokens,
+            } => {
                 let client = self.client(key);
-                let before =
-                    client.finished[choice as usize].replace((reason, output_tokens));
+                let before = client.finished[choice as usize].replace((reason, output_tokens));
                 assert_eq!(before, None, "a choice ends once");
             }
             Event::Failed { key, error } => {
@@ -442,12 +512,20 @@ impl World {
                 self.send_cancel(key.0);
             }
             Event::Started { .. } | Event::Step(_) => {}
-            Event::LayersReady { key, group, layer, blocks } => {
+            Event::LayersReady {
+                key,
+                group,
+                layer,
+                blocks,
+            } => {
                 for (ordinal, block) in blocks {
                     let reported = (usize::from(group), ordinal, layer, block);
                     let client = self.client(key);
                     assert!(
-                        !client.reported.iter().any(|r| (r.0, r.1, r.2) == (reported.0, ordinal, layer)),
+                        !client
+                            .reported
+                            .iter()
+                            .any(|r| (r.0, r.1, r.2) == (reported.0, ordinal, layer)),
                         "reported twice"
                     );
                     client.reported.push(reported);
@@ -461,11 +539,19 @@ impl World {
                 if client.cancelled {
                     return;
                 }
-                let wanted: usize = client.reserved.iter().map(|group| {
-                    let layers = [2, 1][usize::from(group.group)];
-                    group.blocks.len() * layers
-                }).sum();
-                assert_eq!(client.reported.len(), wanted, "every shipped layer was reported");
+                let wanted: usize = client
+                    .reserved
+                    .iter()
+                    .map(|group| {
+                        let layers = [2, 1][usize::from(group.group)];
+                        group.blocks.len() * layers
+                    })
+                    .sum();
+                assert_eq!(
+                    client.reported.len(),
+                    wanted,
+                    "every shipped layer was reported"
+                );
                 for (choice, (token, reason)) in tokens.iter().enumerate() {
                     let forced = client.forced[choice];
                     let expected = &client.expected[choice];
@@ -514,7 +600,11 @@ impl World {
             .find(|reserved| reserved.ordinal == ordinal)
             .expect("only reserved ordinals are shipped")
             .block;
-        let index = layout(16).groups[group].layers.iter().position(|l| *l == layer).unwrap();
+        let index = layout(16).groups[group]
+            .layers
+            .iter()
+            .position(|l| *l == layer)
+            .unwrap();
         let bytes = self.prefill.bytes(group, block, index);
         self.decode.write(group, to, index, &bytes);
     }
@@ -525,7 +615,11 @@ impl World {
             .reported
             .iter()
             .map(|(group, _, layer, block)| {
-                let index = layers[*group].layers.iter().position(|l| l == layer).unwrap();
+                let index = layers[*group]
+                    .layers
+                    .iter()
+                    .position(|l| l == layer)
+                    .unwrap();
                 self.prefill.bytes(*group, *block, index)
             })
             .collect()
@@ -535,7 +629,10 @@ impl World {
     fn check_sent(&self, key: u64) {
         let client = &self.clients[&key];
         if !client.sent.is_empty() && client.released[1] == 0 {
-            assert!(self.bytes_sent(key) == client.sent, "a pinned block of {key} was written");
+            assert!(
+                self.bytes_sent(key) == client.sent,
+                "a pinned block of {key} was written"
+            );
         }
     }
 }
@@ -549,12 +646,17 @@ impl Client {
 
     fn on_token(&mut self, choice: u32, index: u32, token: SampledToken) {
         let at = choice as usize;
-        assert_eq!(index as usize, self.forced[at] + self.got[at].len(), "tokens come in order");
+        assert_eq!(
+            index as usize,
+            self.forced[at] + self.got[at].len(),
+            "tokens come in order"
+        );
         assert!(self.finished[at].is_none(), "no token after the end");
         let expected = &self.expected[at].tokens[index as usize];
         assert_eq!(
             &token, expected,
-            "request {:?} choice {choice} index {index}", self.submission.key
+            "request {:?} choice {choice} index {index}",
+            self.submission.key
         );
         self.got[at].push(token);
     }
@@ -564,8 +666,15 @@ impl Client {
             assert_eq!((self.accepted[0], self.released[0]), (0, 0));
             return;
         }
-        assert_eq!((self.accepted[0], self.released[0]), (1, 1), "request {key} on decode");
-        assert_eq!(self.accepted[1], self.released[1], "request {key} on prefill");
+        assert_eq!(
+            (self.accepted[0], self.released[0]),
+            (1, 1),
+            "request {key} on decode"
+        );
+        assert_eq!(
+            self.accepted[1], self.released[1],
+            "request {key} on prefill"
+        );
         if self.cancelled {
             return;
         }
