@@ -265,7 +265,7 @@ fn open_folder(
             message: "it has no `config.json`".to_owned(),
         });
     };
-    let json: Map<String, Value> = files::read_json(&path, CONFIG_BYTES_MAX)?;
+    let json: Map<String, Value> = files::parse_json(&path, &text)?;
     let key = "model_type";
     let model_type = json
         .get(key)

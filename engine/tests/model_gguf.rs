@@ -1,75 +1,48 @@
 //! Hostile, truncated and contradictory GGUF files end in an error that names the file and
 //! the place, quickly and without large allocations; good ones become what they say.
-#![allow(unsafe_code)]
 
+#[path = "model_support/allocations.rs"]
+mod allocations;
 #[path = "model_support/runner.rs"]
 mod runner;
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use allocations::peak_of;
 use baton_engine::model::{Error, LoadOptions, Model};
 use baton_proto::tokenizer_spec::TokenizerModel;
 use runner::{fixture, open, real_model};
 
-/// Counts what the current thread holds and the most it ever held.
-struct Counting;
-
-thread_local! {
-    static HELD: Cell<isize> = const { Cell::new(0) };
-    static PEAK: Cell<isize> = const { Cell::new(0) };
-}
-
-fn count(bytes: isize) {
-    // Threads that are ending have no counters any more.
-    let _ = HELD.try_with(|held| {
-        held.set(held.get() + bytes);
-        let _ = PEAK.try_with(|peak| peak.set(peak.get().max(held.get())));
-    });
-}
-
-// SAFETY: forwards to the system's allocator; the counters do not touch memory.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        count(layout.size() as isize);
-        // SAFETY: the caller's promise.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        count(-(layout.size() as isize));
-        // SAFETY: the caller's promise.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
 /// Opens a file that must be refused; the message.
 fn refused(path: &Path) -> (Error, String) {
-    let held = HELD.with(Cell::get);
-    PEAK.with(|peak| peak.set(held));
-    let start = Instant::now();
-    let error = match Model::open(path, &LoadOptions::default(), &mut |_, _| {}) {
+    let error = match bounded(path) {
         Ok(model) => panic!("{} was opened: {model:?}", path.display()),
         Err(error) => error,
     };
-    assert!(
-        start.elapsed() < Duration::from_secs(1),
-        "{error}: took {:?}",
-        start.elapsed()
-    );
-    let extra = PEAK.with(Cell::get) - held;
-    assert!(extra < 64 << 20, "{error}: took {extra} bytes");
     let message = error.to_string();
     assert!(
         message.contains(&*path.file_name().unwrap().to_string_lossy()),
         "{message}"
     );
     (error, message)
+}
+
+/// Opens a small file within a second and 64 MB.
+fn bounded(path: &Path) -> Result<Arc<Model>, Error> {
+    let start = Instant::now();
+    let (model, extra) = peak_of(|| Model::open(path, &LoadOptions::default(), &mut |_, _| {}));
+    let what = model
+        .as_ref()
+        .map_or_else(ToString::to_string, |model| format!("{model:?}"));
+    assert!(
+        start.elapsed() < Duration::from_secs(1),
+        "{what}: took {:?}",
+        start.elapsed()
+    );
+    assert!(extra < 64 << 20, "{what}: took {extra} bytes");
+    model
 }
 
 /// Writes GGUF files, right or wrong.
@@ -358,6 +331,57 @@ fn a_gguf_cut_anywhere_is_refused() {
         };
         refused(&folder.gguf(&whole[..length]));
     }
+}
+
+#[test]
+fn a_gguf_with_random_damage_opens_or_is_refused_within_bounds() {
+    let whole = std::fs::read(fixture("rand.gguf")).unwrap();
+    let mut folder = Folder::new();
+    let path = folder.gguf(&whole);
+    // The metadata and tensor infos; damage to weights is only another model.
+    let header = 20_000.min(whole.len());
+    let mut state = 1_u64;
+    let mut next = |below: usize| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    let (mut opened, mut refused) = (0, 0);
+    for _ in 0..600 {
+        let mut damaged = whole.clone();
+        for _ in 0..=next(3) {
+            let at = next(header);
+            damaged[at] = match next(4) {
+                0 => 0,
+                1 => 0xFF,
+                2 => damaged[at] ^ 1 << next(8),
+                _ => next(256) as u8,
+            };
+        }
+        std::fs::write(&path, &damaged).unwrap();
+        match bounded(&path) {
+            Ok(_) => opened += 1,
+            Err(_) => refused += 1,
+        }
+    }
+    // Neither way is rare: most damage to token texts is harmless, to lengths it is not.
+    assert!(
+        opened > 20 && refused > 20,
+        "{opened} opened, {refused} refused"
+    );
+}
+
+#[test]
+fn a_context_longer_than_the_file_can_mean_is_refused() {
+    let whole = std::fs::read(fixture("rand.gguf")).unwrap();
+    let entry = |value: u32| entry("llama.context_length", 4, &value.to_le_bytes());
+    let mut folder = Folder::new();
+    let huge = folder.gguf(&patched(&whole, &entry(4096), &entry(u32::MAX)));
+    assert!(refused(&huge).1.contains("context length"));
+    // Tables of 8 dimensions over 2^20 positions take all that is always allowed.
+    let longest = folder.gguf(&patched(&whole, &entry(4096), &entry(1 << 20)));
+    assert_eq!(bounded(&longest).unwrap().context_max(), 1 << 20);
 }
 
 /// Replaces the only occurrence of `from` by `to`, of the same length.

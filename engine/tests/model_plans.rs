@@ -1,9 +1,12 @@
 //! The executor's contract: wrong plans are refused before anything is computed, a step
 //! can be dropped, copied blocks are whole copies, and costs are counted.
 
+#[path = "model_support/allocations.rs"]
+mod allocations;
 #[path = "model_support/runner.rs"]
 mod runner;
 
+use allocations::calls_of;
 use baton_engine::step::{
     BLOCK_NONE, Error, Executor, LogitsWanted, PlanRow, RowInput, StepEvent, StepPlan,
 };
@@ -260,4 +263,27 @@ fn costs_count_what_a_step_needs() {
     let (later, _) = cost(&mut runner, vec![one(19)]);
     // 19 more positions, 4 layers, 8 heads of 16, a product each for score and sum.
     assert_eq!(later - flops, 19 * 4 * 8 * 16 * 4);
+}
+
+#[test]
+fn a_step_in_the_steady_state_allocates_nothing() {
+    let mut runner = small("rand-swa");
+    let mut sequence = runner.sequence();
+    let prompt = runner.row(&mut sequence, &[7; 20], LogitsWanted::Last);
+    let decode = runner.row(&mut sequence, &[8], LogitsWanted::Last);
+    let plan = StepPlan {
+        rows: vec![decode, prompt],
+    };
+    let mut step = || {
+        runner.executor.submit(&plan).unwrap();
+        loop {
+            if let StepEvent::Done(output) = runner.executor.poll().unwrap() {
+                runner.executor.recycle(output);
+                break;
+            }
+        }
+    };
+    step();
+    let ((), calls) = calls_of(step);
+    assert_eq!(calls, 0);
 }

@@ -4,6 +4,8 @@
 #[path = "model_support/runner.rs"]
 mod runner;
 
+use baton_engine::model::ModelConfig;
+use baton_engine::model::config::{GateActivation, Pairing};
 use baton_engine::step::LogitsWanted;
 use baton_kernels::Isa;
 use baton_proto::kv_layout::KvDtype;
@@ -208,6 +210,103 @@ fn prompt(seed: u32, len: usize, vocab: u32) -> Vec<u32> {
             2 + (state >> 8) % (vocab - 2)
         })
         .collect()
+}
+
+/// The largest difference of a prompt's figures from the reference, under a configuration
+/// with one thing wrong.
+fn difference_with(path: &str, name: &str, change: impl Fn(&mut ModelConfig)) -> f32 {
+    let model = open(&fixture(path));
+    let mut config = model.config().clone();
+    change(&mut config);
+    let reference = reference(name);
+    let probes = ids(&reference["probe_ids"]);
+    let prompt = &reference["prompts"][4];
+    let mut runner = Runner::with_config(&model, config);
+    let (_, logits) = runner.prefill(&ids(&prompt["ids"]), 64);
+    let expected = floats(&prompt["probes"]);
+    probes
+        .iter()
+        .zip(expected)
+        .map(|(id, value)| (logits[*id as usize] - value).abs())
+        .fold(0.0, f32::max)
+}
+
+#[test]
+fn the_reference_notices_each_part_of_the_graph_that_is_wrong() {
+    type Change = fn(&mut ModelConfig);
+    let cases: [(&str, &str, &str, Change); 9] = [
+        ("rand.gguf", "rand", "pairing", |c| {
+            c.rope_pairing = Pairing::Halves
+        }),
+        ("rand", "rand", "pairing", |c| {
+            c.rope_pairing = Pairing::Interleaved
+        }),
+        ("rand", "rand", "attention scale", |c| {
+            c.attention_scale *= 1.05
+        }),
+        ("rand", "rand", "epsilon", |c| c.norm_eps = 1e-2),
+        ("rand-swa", "rand-swa", "window", |c| {
+            for layer in &mut c.layers {
+                layer.window = layer.window.map(|window| window + 1);
+            }
+        }),
+        ("rand-swa", "rand-swa", "local rope base", |c| {
+            c.layers[0].rope = 0
+        }),
+        ("rand-swa", "rand-swa", "embedding scale", |c| {
+            c.embedding_scale = 1.0
+        }),
+        ("rand-swa", "rand-swa", "activation", |c| {
+            c.activation = GateActivation::Silu
+        }),
+        ("rand-swa", "rand-swa", "soft cap", |c| {
+            c.attention_soft_cap = Some(30.0)
+        }),
+    ];
+    for (path, name, part, change) in cases {
+        assert!(
+            difference_with(path, name, |_| ()) < EXACT_TOLERANCE,
+            "{path}"
+        );
+        let difference = difference_with(path, name, change);
+        println!("{path} with a wrong {part}: off by {difference}");
+        assert!(
+            difference > 3.0 * EXACT_TOLERANCE,
+            "{path}, {part}: only {difference}"
+        );
+    }
+}
+
+/// Pairs of rotated dimensions lie apart in one container and side by side in the other;
+/// a wrong pairing drifts off slowly, so the continuation is long.
+fn check_containers(folder: &str, file: &str) {
+    let (folder, file) = (open(&fixture(folder)), open(&fixture(file)));
+    for len in [5, 23, 77, 200] {
+        let tokens = prompt(len as u32, len, folder.vocab_size() as u32);
+        let mut runners = [&folder, &file].map(|model| Runner::new(model, Setup::default()));
+        let [(mut a, mut logits), (mut b, mut other)] =
+            runners.each_mut().map(|runner| runner.prefill(&tokens, 64));
+        for step in 0..200 {
+            let worst = logits
+                .iter()
+                .zip(&other)
+                .map(|(a, b)| (a - b).abs())
+                .fold(0.0, f32::max);
+            assert!(
+                worst < EXACT_TOLERANCE,
+                "{len} tokens, step {step}: {worst}"
+            );
+            let token = argmax(&logits);
+            logits = runners[0].decode(&mut a, token);
+            other = runners[1].decode(&mut b, token);
+        }
+    }
+}
+
+#[test]
+fn folder_and_gguf_of_one_model_agree_over_long_continuations() {
+    check_containers("rand", "rand.gguf");
+    check_containers("tiny-qwen2", "tiny-qwen2.gguf");
 }
 
 fn bits(logits: &[f32]) -> Vec<u32> {

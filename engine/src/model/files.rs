@@ -100,7 +100,11 @@ pub(crate) fn read_json_if_there<T: DeserializeOwned>(
     }
 }
 
-fn parse_json<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, Error> {
+/// Parses the text of a JSON file.
+///
+/// # Errors
+/// [`Error::Malformed`] with the byte offset.
+pub(crate) fn parse_json<T: DeserializeOwned>(path: &Path, text: &str) -> Result<T, Error> {
     serde_json::from_str(text).map_err(|error| {
         let offset: usize = text
             .split_inclusive('\n')

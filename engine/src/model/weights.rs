@@ -16,6 +16,9 @@ use super::error::Error;
 use super::family::{Names, UNNEEDED};
 use super::tensors::Tensors;
 
+/// Rotation angles may always take this much, and as much as the weights beyond it.
+const ROPE_BYTES_ALWAYS: u64 = 32 << 20;
+
 /// Weights of one layer, over a backend's matrices `M` and vectors `V`.
 pub struct LayerWeights<M, V> {
     pub attention_norm: V,
@@ -91,6 +94,7 @@ pub(crate) fn load(
 ) -> Result<CpuWeights, Error> {
     let total = tensors.bytes();
     let mut done = move |tensors: &Tensors<'_>| progress(total - tensors.bytes(), total);
+    check_rope_bytes(tensors.origin(), config, total)?;
     let ropes = ropes(tensors.origin(), config)?;
     let mut loader = Loader {
         config,
@@ -118,6 +122,26 @@ pub(crate) fn load(
         output,
         ropes,
     })
+}
+
+/// The tables of rotation angles are the one thing whose size follows from a number in
+/// the file and not from its length.
+fn check_rope_bytes(path: &Path, config: &ModelConfig, weight_bytes: u64) -> Result<(), Error> {
+    let dims: u64 = config.ropes.iter().map(|rope| rope.dims as u64).sum();
+    let bytes = dims * u64::from(config.context_max) * size_of::<f32>() as u64;
+    let allowed = weight_bytes.max(ROPE_BYTES_ALWAYS);
+    if bytes > allowed {
+        return Err(Error::config(
+            path,
+            "context length",
+            format!(
+                "{} positions need {bytes} bytes of rotation angles, more than the {allowed} \
+                 allowed for {weight_bytes} bytes of weights; ask for a shorter context",
+                config.context_max
+            ),
+        ));
+    }
+    Ok(())
 }
 
 fn ropes(path: &Path, config: &ModelConfig) -> Result<Vec<RopeTable>, Error> {

@@ -5,9 +5,10 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use baton_engine::decoder::CpuExecutor;
+use baton_engine::backend::CpuBackend;
+use baton_engine::decoder::{CpuExecutor, Pools};
 use baton_engine::kv::KvMemory;
-use baton_engine::model::{LoadOptions, Model};
+use baton_engine::model::{LoadOptions, Model, ModelConfig};
 use baton_engine::step::{
     BLOCK_NONE, Executor, LogitsWanted, PlanRow, RowInput, StepEvent, StepPlan,
 };
@@ -88,23 +89,43 @@ pub struct Sequence {
 
 impl Runner {
     pub fn new(model: &Arc<Model>, setup: Setup) -> Self {
-        let layout = model.kv_layout(setup.block_size, setup.dtype);
-        // Every sequence of a test may end in a block that is not full.
-        let blocks = setup.tokens.div_ceil(setup.block_size) + 64;
-        let groups = layout.groups.len();
-        let memory = KvMemory::allocate(layout, &vec![blocks; groups]).unwrap();
-        for group in 0..groups {
-            poison(&memory, group);
-        }
+        let memory = memory(model, setup);
         let kernels = Kernels::new(setup.isa, setup.threads).unwrap();
         let executor =
             CpuExecutor::new(model, Arc::clone(&memory), kernels, setup.step_tokens_max).unwrap();
+        Self::with_executor(model, memory, executor)
+    }
+
+    /// A runner that computes something else than the model's files say. The KV groups
+    /// must stay as many.
+    pub fn with_config(model: &Arc<Model>, config: ModelConfig) -> Self {
+        let setup = Setup::default();
+        let memory = memory(model, setup);
+        let kernels = Kernels::new(setup.isa, setup.threads).unwrap();
+        let pools = Pools {
+            block_size: setup.block_size,
+            element_bytes: setup.dtype.bytes(),
+            blocks: (0..memory.groups())
+                .map(|group| memory.blocks(group))
+                .collect(),
+        };
+        let executor = CpuExecutor::with_backend(
+            config,
+            Arc::clone(model.weights()),
+            CpuBackend::new(kernels, Arc::clone(&memory)),
+            pools,
+            setup.step_tokens_max,
+        );
+        Self::with_executor(model, memory, executor)
+    }
+
+    fn with_executor(model: &Arc<Model>, memory: Arc<KvMemory>, executor: CpuExecutor) -> Self {
         Self {
             model: Arc::clone(model),
             executor,
+            block_size: memory.layout().block_size,
+            next_block: vec![0; memory.groups()],
             memory,
-            block_size: setup.block_size,
-            next_block: vec![0; groups],
         }
     }
 
@@ -188,6 +209,18 @@ impl Runner {
         let row = self.row(sequence, &[token], LogitsWanted::Last);
         self.run(vec![row]).pop().unwrap()
     }
+}
+
+fn memory(model: &Model, setup: Setup) -> Arc<KvMemory> {
+    let layout = model.kv_layout(setup.block_size, setup.dtype);
+    // Every sequence of a test may end in a block that is not full.
+    let blocks = setup.tokens.div_ceil(setup.block_size) + 64;
+    let groups = layout.groups.len();
+    let memory = KvMemory::allocate(layout, &vec![blocks; groups]).unwrap();
+    for group in 0..groups {
+        poison(&memory, group);
+    }
+    memory
 }
 
 /// Fills a pool with NaN of every dtype, so that reading a slot nobody wrote shows.

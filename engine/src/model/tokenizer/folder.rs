@@ -38,7 +38,7 @@ pub(crate) fn read(
             message: "it has no `tokenizer.json`".to_owned(),
         });
     };
-    let tokenizer: Map<String, Value> = files::read_json(&path, TOKENIZER_BYTES_MAX)?;
+    let tokenizer: Map<String, Value> = files::parse_json(&path, &json)?;
     let tokens = tokens(&path, &tokenizer, vocab)?;
     let ids: BTreeMap<&str, TokenId> = (0..)
         .zip(&tokens)
