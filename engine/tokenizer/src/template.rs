@@ -5,6 +5,7 @@
 //! are there, `{% generation %}` marks nothing. Templates come from model files, so a
 //! render has a budget of work (fuel), of nesting and of output.
 
+use std::collections::BTreeMap;
 use std::io;
 
 use baton_proto::tokenizer_spec::ChatTemplate;
@@ -19,12 +20,22 @@ use crate::python_json;
 use crate::strftime::strftime;
 use crate::tokenizer::TEXT_BYTES_MAX;
 
-/// Instructions, plus one per 64 bytes touched. A conversation of 10,000 messages
-/// under a long template takes a few million; a hostile template ends in about a second.
-const FUEL: u64 = 20_000_000;
+/// Instructions, plus one per 64 bytes touched. Three thousand messages of eight
+/// megabytes under a long template fit; a hostile template ends in about a second.
+const FUEL: u64 = 2_000_000;
+/// Real templates are up to some tens of kilobytes.
+const SOURCE_BYTES_MAX: usize = 1 << 20;
 /// The engine counts 1 to 10 per nested call; recursive macros over tool schemas stay
 /// far below, and the stack of a 2 MiB thread holds it.
 const RECURSION_MAX: usize = 200;
+/// A template can nest a value once per two units of fuel, and dropping such a value
+/// takes at most 130 bytes of stack a level in an optimised build, 1 kB in others. This
+/// is four times (twice) that; pages that are not touched cost nothing.
+const STACK_BYTES: usize = if cfg!(debug_assertions) {
+    2 << 30
+} else {
+    512 << 20
+};
 /// Variables that a request cannot replace.
 const RESERVED: [&str; 11] = [
     "messages",
@@ -62,11 +73,16 @@ impl Templates {
         let mut environment = environment();
         let mut entries: Vec<(String, Result<(), Error>)> = Vec::new();
         for template in templates {
-            let added = environment
-                .add_template_owned(template.name.clone(), without_generation(&template.source))
-                .map_err(|error| Error::TemplateSyntax {
+            let added = check_source(&template.source)
+                .and_then(|()| {
+                    let source = without_generation(&template.source);
+                    environment
+                        .add_template_owned(template.name.clone(), source)
+                        .map_err(|error| describe(&error))
+                })
+                .map_err(|message| Error::TemplateSyntax {
                     name: template.name.clone(),
-                    message: describe(&error),
+                    message,
                 });
             entries.push((template.name.clone(), added));
         }
@@ -102,25 +118,7 @@ impl Templates {
                 "is set by the server",
             ));
         }
-        let context = self.context(chat, &messages);
-        let mut output = Bounded(Vec::new());
-        let template = self
-            .environment
-            .get_template(name)
-            .map_err(|error| failed(&error))?;
-        let rendered = template
-            .render_captured_to(context, &mut output)
-            .map(|_| ())
-            .map_err(|error| failed(&error));
-        if output.0.len() > TEXT_BYTES_MAX {
-            return Err(Error::RenderTooLong {
-                max: TEXT_BYTES_MAX,
-            });
-        }
-        rendered?;
-        let mut text = String::from_utf8(output.0).map_err(|_| Error::TemplateFailed {
-            message: "the output is no UTF-8".to_owned(),
-        })?;
+        let mut text = on_own_stack(|| self.run(name, chat, &messages))?;
         chat::check_complete(&chat::expected(&messages, &chat.tools), &text)?;
         if chat.continue_final_message {
             let last = messages
@@ -129,6 +127,32 @@ impl Templates {
             cut_after(&mut text, last.unwrap_or_default())?;
         }
         Ok(text)
+    }
+
+    fn run(
+        &self,
+        name: &str,
+        chat: &ChatRequest,
+        messages: &[serde_json::Value],
+    ) -> Result<String, Error> {
+        let mut output = Bounded(Vec::new());
+        let template = self
+            .environment
+            .get_template(name)
+            .map_err(|error| failed(&error))?;
+        let rendered = template
+            .render_captured_to(self.context(chat, messages), &mut output)
+            .map(|_| ())
+            .map_err(|error| failed(&error));
+        if output.0.len() > TEXT_BYTES_MAX {
+            return Err(Error::RenderTooLong {
+                max: TEXT_BYTES_MAX,
+            });
+        }
+        rendered?;
+        String::from_utf8(output.0).map_err(|_| Error::TemplateFailed {
+            message: "the output is no UTF-8".to_owned(),
+        })
     }
 
     /// Never falls back to a template that the model does not have.
@@ -193,8 +217,26 @@ impl Templates {
         for (name, value) in &chat.extra {
             variables.push((name.clone(), Value::from(Serde(value))));
         }
-        Value::from_iter(variables)
+        Value::from(variables.into_iter().collect::<BTreeMap<_, _>>())
     }
+}
+
+/// Runs a render on a thread of its own. A template can nest a list in a list once per
+/// few instructions, and dropping or comparing such a value recurses: the stack must
+/// hold as many levels as the fuel buys. Pages that are not touched cost nothing.
+fn on_own_stack(render: impl FnOnce() -> Result<String, Error> + Send) -> Result<String, Error> {
+    let failed = |message: &str| Error::TemplateFailed {
+        message: message.to_owned(),
+    };
+    std::thread::scope(|scope| {
+        std::thread::Builder::new()
+            .name("chat-template".to_owned())
+            .stack_size(STACK_BYTES)
+            .spawn_scoped(scope, render)
+            .map_err(|error| failed(&format!("start thread: {error}")))?
+            .join()
+            .unwrap_or_else(|_| Err(failed("the template engine panicked")))
+    })
 }
 
 fn environment() -> Environment<'static> {
@@ -218,6 +260,14 @@ fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
         minijinja::Error::new(ErrorKind::InvalidOperation, message.clone())
             .with_source(Raised(message)),
     )
+}
+
+/// Refuses sources that are too long.
+fn check_source(source: &str) -> Result<(), String> {
+    if source.len() > SOURCE_BYTES_MAX {
+        return Err(format!("longer than {SOURCE_BYTES_MAX} bytes"));
+    }
+    Ok(())
 }
 
 /// `{% generation %}` marks the assistant's text for training. A block that is always

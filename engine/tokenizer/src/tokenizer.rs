@@ -3,8 +3,6 @@
 //! It joins the parts: whole tokens are cut out first, an encoder does the rest, and
 //! decoding is a look-up of bytes. Chat rendering is delegated to the templates.
 
-use std::borrow::Cow;
-
 use baton_proto::ids::TokenId;
 use baton_proto::tokenizer_spec::{TokenKind, TokenizerModel, TokenizerSpec};
 
@@ -232,10 +230,7 @@ impl Tokenizer {
         for &id in ids {
             bytes.extend_from_slice(self.strip_front(self.shown(id, skip_special), &mut strip));
         }
-        match String::from_utf8_lossy(&bytes) {
-            Cow::Borrowed(text) => text.to_owned(),
-            Cow::Owned(text) => text,
-        }
+        String::from_utf8_lossy(&bytes).into_owned()
     }
 
     /// The bytes of one token alone, as `bytes` of a logprob entry. Empty for padded

@@ -44,7 +44,7 @@ TEXTS = [
     "<|im_start|>user\nhello<|im_end|>\n",
     "<think>so it is</think> done",
     "don't DON'T we'LL I'm they've",
-    "w" * 5000,
+    "w" * 50,
     " leading and trailing ",
     "",
     "A🙂B 👩‍💻 é é",
@@ -98,7 +98,7 @@ PRES = {
 
 
 def cases(encode, texts):
-    return [{"text": text, "ids": encode(text)} for text in texts]
+    return [[text, encode(text)] for text in texts]
 
 
 def byte_level():
@@ -134,7 +134,7 @@ def byte_level():
         })
     json_file = json.loads(hf.to_str())
     return {
-        "tokens": [{"text": t, "kind": k} for t, k in zip(tokens, kinds)],
+        "tokens": [[t, 0, k] for t, k in zip(tokens, kinds)],
         "merges": [" ".join(m) for m in merges],
         "added_tokens": json_file["added_tokens"],
         "rules": rules,
@@ -146,7 +146,7 @@ def sentence_piece(prefix):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(CORPUS), model_writer=out, model_type="bpe", vocab_size=700,
         byte_fallback=True, add_dummy_prefix=prefix, remove_extra_whitespaces=False,
-        normalization_rule_name="identity", character_coverage=0.9, minloglevel=2,
+        normalization_rule_name="identity", character_coverage=0.98, minloglevel=2,
         user_defined_symbols=[] if prefix else ["<think>", "\n\n", "▁▁"], bos_id=1, eos_id=2, unk_id=0)
     sp = sentencepiece.SentencePieceProcessor(model_proto=out.getvalue())
     tokens = []
@@ -155,7 +155,7 @@ def sentence_piece(prefix):
         piece = sp.id_to_piece(i)
         if piece in ("<think>", "\n\n", "▁▁") and not prefix:
             kind, piece = "user_defined", piece.replace("▁", " ")
-        tokens.append({"text": piece, "score": sp.get_score(i), "kind": kind})
+        tokens.append([piece, sp.get_score(i), kind])
     texts = [t for t in TEXTS if "<|" not in t and (not prefix or "<think>" not in t)] + fuzz_texts()
     if prefix:
         texts = [t for t in texts if "▁" not in t]
@@ -175,7 +175,7 @@ CHATML_BLOCKS = """{%- for message in messages %}
     {% if message.role == 'assistant' %}
     {{ '<|im_start|>' + message.role + '\\n' + message.content.strip() + '<|im_end|>' }}
     {% else %}
-    {{ '<|im_start|>%s' % message.role }}
+    {{ '<|im_start|>%s' | format(message.role) }}
 {{ message.content | trim }}<|im_end|>
     {% endif %}
 {%- endfor %}

@@ -1,0 +1,9 @@
+//! The text layer as a client meets it: ids against Python's, streams, stops, chats,
+//! hostile input. One binary, so that it links once.
+
+mod chats;
+mod ids;
+mod limits;
+mod specs;
+mod stops;
+mod streams;
