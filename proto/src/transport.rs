@@ -106,6 +106,9 @@ fn read(field: &str, path: &Path) -> Result<Vec<u8>, Error> {
 
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;
+/// A router holds one connection to a worker and puts every request on it; the
+/// default of 200 would leave the rest waiting without a word.
+const STREAMS_PER_CONNECTION_MAX: u32 = 4096;
 const KEEPALIVE_INTERVAL: Duration = Duration::from_secs(2);
 const KEEPALIVE_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -119,6 +122,7 @@ pub fn server(tls: &TlsSettings) -> Result<Server, Error> {
         .initial_connection_window_size(CONNECTION_WINDOW_BYTES)
         .max_frame_size(1 << 20)
         .tcp_nodelay(true)
+        .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
         .http2_keepalive_interval(Some(KEEPALIVE_INTERVAL))
         .http2_keepalive_timeout(Some(KEEPALIVE_TIMEOUT));
     match tls.server()? {

@@ -8,18 +8,18 @@
 //! read, and past a time the request is given up.
 
 mod outlet;
+mod placing;
 mod sessions;
 mod timing;
 
 use std::sync::Arc;
 use std::time::Duration;
 
+use baton_observability::RouterMetrics;
 use baton_observability::labels::{Decision, RetryWhen, Success};
-use baton_observability::{RouterMetrics, logging};
-use baton_proto::block_hash::{BlockHash, BlockHasher};
-use baton_proto::kv_layout::SPAN_TOKENS;
+use baton_proto::block_hash::BlockHash;
 use baton_proto::sampling::SamplingParams;
-use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, protocol, v1};
+use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, v1};
 use tokio::time::Instant;
 
 use outlet::Undelivered;
@@ -30,10 +30,7 @@ use timing::Timing;
 use crate::admission::Permit;
 use crate::auth::Tenant;
 use crate::frontend::{Shared, Tally};
-use crate::placement::{Placement, Question, WorkerKey};
-use crate::request::{
-    Action, DecodeEvent, Event, PlaceQuery, PrefillEvent, Request, Spec, Stage, Timeouts,
-};
+use crate::request::{Action, DecodeEvent, Event, Request, Spec, Stage, Timeouts};
 use crate::text::{ChoiceText, StopRules};
 use crate::workers::{ServedModel, Worker};
 
@@ -149,8 +146,9 @@ impl Driver {
             () = self.outlet.gone() => Event::ClientGone,
             () = self.shared.stop.cancelled() => Event::Abort(stopping()),
             () = tokio::time::sleep_until(wake) => Event::Tick,
-            event = decode_event(&mut self.decode) => event,
+            // A prefill worker says little; a busy decode worker must not drown it.
             event = prefill_event(&mut self.prefill, &mut self.timing) => event,
+            event = decode_event(&mut self.decode) => event,
             event = lost(decoder) => event,
             event = lost(prefiller) => event,
         }
@@ -302,160 +300,19 @@ impl Driver {
         }
     }
 
-    fn place(&mut self, query: &PlaceQuery) -> Result<Placement, Error> {
-        let workers = self.shared.workers.ready_of(&self.job.model.card);
-        let mut candidates = Vec::with_capacity(workers.len());
-        for worker in &workers {
-            let cached = self.cached_at(worker);
-            candidates.push(worker.candidate(cached));
-        }
-        let question = Question {
-            query,
-            prompt_tokens: self.job.prompt.len() as u32,
-            numerics: self.numerics.filter(|_| self.job.exact),
-            tie: rand::random(),
-        };
-        let placement = self.shared.policy.place(&candidates, &question)?;
-        if self.job.use_cache {
-            for key in [Some(&placement.decode), placement.prefill.as_ref()] {
-                let Some(key) = key else { continue };
-                let worker = workers.iter().find(|worker| worker.key == *key);
-                if let Some(worker) = worker {
-                    let numerics = worker.card.layout.numerics;
-                    let spans = self.spans_of(numerics).to_vec();
-                    self.shared.prefixes().insert(&spans, key);
-                }
-            }
-        }
-        tracing::debug!(
-            decode = %placement.decode.id,
-            prefill = placement.prefill.as_ref().map(|key| key.id.as_str()),
-            "placed"
-        );
-        Ok(placement)
-    }
-
-    fn cached_at(&mut self, worker: &Worker) -> u32 {
-        if !self.job.use_cache {
-            return 0;
-        }
-        let spans = self.spans_of(worker.card.layout.numerics).to_vec();
-        let matched = self.shared.prefixes().matched(&spans, &worker.key);
-        matched as u32 * SPAN_TOKENS
-    }
-
-    fn spans_of(&mut self, numerics: NumericsId) -> &[BlockHash] {
-        let known = self.spans.iter().position(|(known, _)| *known == numerics);
-        let at = known.unwrap_or_else(|| {
-            let salt = self.job.tenant.cache_salt();
-            let hasher = BlockHasher::new(&salt, numerics, "");
-            // A hit never covers the last prompt token.
-            let covered = self.job.prompt.len() - 1;
-            self.spans
-                .push((numerics, hasher.spans(&self.job.prompt[..covered])));
-            self.spans.len() - 1
-        });
-        &self.spans[at].1
-    }
-
-    fn work(&self, worker: &Worker, attempt: u32, forced: Vec<Vec<TokenId>>) -> v1::WorkRequest {
-        let job = &self.job;
-        // A later attempt has its own name at workers, since one that is being torn
-        // down may still hold the first.
-        let request_id = match attempt {
-            1 => job.request_id.0.clone(),
-            later => format!("{}.{later}", job.request_id),
-        };
-        let left = job.deadline.saturating_duration_since(Instant::now());
-        v1::WorkRequest {
-            protocol: Some(protocol::CURRENT.into()),
-            request_id,
-            epoch: worker.key.epoch().0,
-            model_revision: worker.card.revision.0.clone(),
-            prompt: job.prompt.clone(),
-            forced: lists(forced),
-            sampling: Some((&job.sampling).into()),
-            cache_salt: job.tenant.cache_salt(),
-            use_cache: job.use_cache,
-            exact: job.exact,
-            deadline_ms: Some(left.as_millis() as u64),
-            adapter: String::new(),
-        }
-    }
-
-    fn start_decode(
-        &mut self,
-        key: &WorkerKey,
-        local: bool,
-        attempt: u32,
-        forced: Vec<Vec<TokenId>>,
-    ) -> Option<Event> {
-        let Some(worker) = self.shared.workers.get(key) else {
-            return Some(Event::Decode {
-                session: attempt,
-                event: DecodeEvent::Failed { error: left() },
-            });
-        };
-        logging::record_worker(&tracing::Span::current(), worker.key.id.as_str());
-        let decision = if local {
-            Decision::DecodeOnly
-        } else {
-            Decision::PrefillDecode
-        };
-        self.metrics().decisions.get(decision).inc();
-        self.timing.routed(&worker.key, local);
-        let path = if local {
-            v1::decode_start::Path::Local
-        } else {
-            v1::decode_start::Path::Receive
-        };
-        let start = v1::DecodeStart {
-            work: Some(self.work(&worker, attempt, forced)),
-            path: path.into(),
-            attempt,
-        };
-        let tokens = if local {
-            self.job.prompt.len() as u32
-        } else {
-            0
-        };
-        self.closing = None;
-        self.decode = Some(DecodeSession::open(worker, start, tokens));
-        None
-    }
-
-    fn start_prefill(
-        &mut self,
-        key: &WorkerKey,
-        attempt: u32,
-        lane: v1::Lane,
-        forced: Vec<Vec<TokenId>>,
-    ) -> Option<Event> {
-        let Some(worker) = self.shared.workers.get(key) else {
-            return Some(Event::Prefill {
-                attempt,
-                event: PrefillEvent::Failed { error: left() },
-            });
-        };
-        self.timing.reserved(&worker.key);
-        let request = v1::PrefillRequest {
-            work: Some(self.work(&worker, attempt, forced)),
-            lane: Some(lane),
-        };
-        let tokens = self.job.prompt.len() as u32;
-        self.prefill = Some(PrefillSession::open(worker, request, attempt, tokens));
-        None
-    }
-
     async fn emit(
         &mut self,
         choice: u32,
         first_index: u32,
         tokens: Vec<baton_proto::sampling::SampledToken>,
     ) -> Option<Event> {
-        if self.numerics.is_none() {
-            let worker = self.decode.as_ref().map(|session| &session.worker);
-            self.numerics = worker.map(|worker| worker.card.layout.numerics);
+        if self.numerics.is_none()
+            && let Some(session) = &self.decode
+        {
+            // The first token shows that the decode worker took the prompt in.
+            let worker = Arc::clone(&session.worker);
+            self.numerics = Some(worker.card.layout.numerics);
+            self.remember(std::slice::from_ref(&worker), &worker.key);
         }
         let text = &mut self.texts[choice as usize];
         let piece = text.push(tokens);
@@ -588,19 +445,15 @@ impl Driver {
         let metrics = self.metrics();
         self.timing.ended(metrics);
         // All but the last try failed; the last one shares the request's fate.
-        for (count, when) in [(
-            self.retries,
-            if self.mid_stream {
+        if self.retries > 0 {
+            let when = if self.mid_stream {
                 RetryWhen::MidStream
             } else {
                 RetryWhen::BeforeFirstToken
-            },
-        )] {
-            if count > 0 {
-                let failed = metrics.retries.get((when, Success::Failed));
-                failed.inc_by(count - 1);
-                metrics.retries.get((when, success(outcome.is_ok()))).inc();
-            }
+            };
+            let failed = metrics.retries.get((when, Success::Failed));
+            failed.inc_by(self.retries - 1);
+            metrics.retries.get((when, success(outcome.is_ok()))).inc();
         }
         if self.migrations > 0 {
             let failed = metrics.migrations.get(Success::Failed);
@@ -612,10 +465,6 @@ impl Driver {
 
 fn lists(forced: Vec<Vec<TokenId>>) -> Vec<v1::TokenIds> {
     forced.into_iter().map(|ids| v1::TokenIds { ids }).collect()
-}
-
-fn left() -> Error {
-    Error::new(ErrorKind::Unavailable, "left the cluster")
 }
 
 fn stopping() -> Error {

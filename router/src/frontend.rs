@@ -6,8 +6,7 @@
 mod stream;
 mod tally;
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_observability::labels::Outcome;
@@ -45,7 +44,8 @@ pub struct Shared {
     pub requests: TaskTracker,
     /// Ends every request.
     pub stop: CancellationToken,
-    pub draining: AtomicBool,
+    /// Since when nothing new is taken.
+    pub draining: OnceLock<Instant>,
 }
 
 impl Shared {
@@ -154,7 +154,7 @@ impl Frontend {
             let message = "the request's deadline had passed when it arrived";
             return Err(Error::new(ErrorKind::Deadline, message));
         }
-        if shared.draining.load(Ordering::Relaxed) {
+        if shared.draining.get().is_some() {
             return Err(
                 Error::new(ErrorKind::Unavailable, "the router is shutting down")
                     .with_reason("DRAINING"),
@@ -288,7 +288,7 @@ impl Frontend {
 
     /// Whether new work is welcome.
     pub fn readiness(&self) -> Readiness {
-        if self.shared.draining.load(Ordering::Relaxed) {
+        if self.shared.draining.get().is_some() {
             return Readiness::not_ready("draining");
         }
         self.shared.workers.readiness()

@@ -26,8 +26,6 @@ use tonic_health::server::HealthReporter;
 use crate::frontend::{CallContext, Frontend};
 use crate::shell::Router;
 
-/// Streams of one connection; a proxy in front may put all clients on one.
-const STREAMS_PER_CONNECTION_MAX: u32 = 4096;
 /// How old the health service's answer may be.
 const HEALTH_INTERVAL: Duration = Duration::from_millis(200);
 /// What streams get to close after the last request was ended.
@@ -193,7 +191,6 @@ impl Router {
         config.check_exposure("grpc", address)?;
         let (routes, reporter) = routes(&frontend)?;
         let server = transport::server(&config.tls)?
-            .max_concurrent_streams(STREAMS_PER_CONNECTION_MAX)
             .add_routes(routes)
             .serve_with_incoming_shutdown(
                 TcpIncoming::from(listener).with_nodelay(Some(true)),
@@ -201,8 +198,7 @@ impl Router {
             );
         let drain = async {
             shutdown.cancelled().await;
-            self.drain();
-            tokio::time::sleep(Duration::from_millis(config.drain_ms)).await;
+            tokio::time::sleep_until(self.drain()).await;
             self.end_requests();
             tokio::time::sleep(CLOSE_TIME).await;
         };

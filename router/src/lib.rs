@@ -22,6 +22,7 @@ pub mod config;
 pub mod driver;
 pub mod frontend;
 pub mod grpc;
+pub mod http;
 pub mod placement;
 pub mod request;
 pub mod shell;

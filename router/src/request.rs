@@ -214,7 +214,7 @@ impl Request {
             exclude_prefill: self.excluded_prefill.clone(),
             resumed_tokens: self.logs.iter().map(TokenLog::len).max().unwrap_or(0),
             // Choices that went different ways share no KV beyond the prompt.
-            split_allowed: self.spec.n == 1 || self.logs.iter().all(|log| log.sent().is_empty()),
+            split_allowed: self.spec.n == 1 || self.logs.iter().all(|log| log.is_empty()),
         }));
     }
 
@@ -268,7 +268,7 @@ impl Request {
     /// last token up, since a start that leaves nothing to draw is refused; the
     /// worker draws that token again and ends there.
     fn forced(&self) -> Vec<Vec<TokenId>> {
-        if self.logs.iter().all(|log| log.sent().is_empty()) {
+        if self.logs.iter().all(|log| log.is_empty()) {
             return Vec::new();
         }
         self.logs

@@ -1,8 +1,7 @@
 //! Starting and stopping a router: the owner of every task.
 
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use baton_membership::Membership;
@@ -11,6 +10,7 @@ use baton_proto::{Error, ErrorKind, transport};
 use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -22,7 +22,8 @@ use crate::placement::LeastTokens;
 use crate::placement::prefix_index::PrefixIndex;
 use crate::workers::{Follower, Workers};
 
-/// A running router. Dropping it aborts what it owns; [`Router::stop`] joins it.
+/// A running router. Dropping it ends every request and aborts the rest;
+/// [`Router::stop`] drains and joins.
 pub struct Router {
     shared: Arc<Shared>,
     follower: JoinSet<()>,
@@ -54,7 +55,7 @@ impl Router {
             registry: Arc::new(registry),
             requests: TaskTracker::new(),
             stop: CancellationToken::new(),
-            draining: AtomicBool::new(false),
+            draining: OnceLock::new(),
             config,
         });
         let stop_following = CancellationToken::new();
@@ -80,9 +81,11 @@ impl Router {
         Frontend::new(Arc::clone(&self.shared))
     }
 
-    /// Refuses new requests from now on; running ones go on.
-    pub fn drain(&self) {
-        self.shared.draining.store(true, Ordering::Relaxed);
+    /// Refuses new requests from now on; running ones go on until [`Router::stop`].
+    /// Returns when the time they get is over.
+    pub fn drain(&self) -> Instant {
+        let since = *self.shared.draining.get_or_init(Instant::now);
+        since + Duration::from_millis(self.shared.config.drain_ms)
     }
 
     /// Ends every running request with `UNAVAILABLE`.
@@ -90,14 +93,28 @@ impl Router {
         self.shared.stop.cancel();
     }
 
-    /// Ends every request and joins every task.
+    /// Takes nothing new, gives running requests what is left of
+    /// [`RouterConfig::drain_ms`], ends the rest, and joins every task.
     pub async fn stop(mut self) {
-        self.drain();
-        self.end_requests();
-        self.shared.requests.close();
-        self.shared.requests.wait().await;
+        let until = self.drain();
+        let requests = &self.shared.requests;
+        requests.close();
+        if tokio::time::timeout_at(until, requests.wait())
+            .await
+            .is_err()
+        {
+            tracing::warn!(requests = requests.len(), "end what still runs");
+            self.end_requests();
+            requests.wait().await;
+        }
         self.stop_following.cancel();
         while self.follower.join_next().await.is_some() {}
+    }
+}
+
+impl Drop for Router {
+    fn drop(&mut self) {
+        self.end_requests();
     }
 }
 

@@ -105,9 +105,9 @@ impl Outlet {
 mod tests {
     use super::*;
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn a_full_channel_is_waited_for_but_not_for_ever() {
-        let patience = Duration::from_secs(30);
+        let patience = Duration::from_millis(30);
         let (mut outlet, mut inlet) = Outlet::new(1, patience);
         let far = Instant::now() + Duration::from_secs(600);
         let event = v1::GenerateEvent::default;
@@ -117,14 +117,14 @@ mod tests {
             outlet.send(event(), far).await,
             Err(Undelivered::Slow(patience))
         );
-        assert_eq!(begun.elapsed(), patience);
+        assert!(begun.elapsed() >= patience);
         outlet.end(Some(Error::invalid("x", "y")));
         assert!(inlet.events.recv().await.is_some());
         assert!(inlet.events.recv().await.is_none());
         assert_eq!(inlet.error.get().unwrap().field, "x");
     }
 
-    #[tokio::test(start_paused = true)]
+    #[tokio::test]
     async fn the_deadline_and_the_client_end_the_wait() {
         let event = v1::GenerateEvent::default;
         let soon = || Instant::now() + Duration::from_millis(10);

@@ -135,9 +135,8 @@ impl Timing {
         }
         let gaps = metrics.inter_token_latency.get(path);
         let last = &mut self.choices[choice as usize];
-        match *last {
-            Some(last) => gaps.observe_duration(now.saturating_sub(last)),
-            None => {}
+        if let Some(last) = *last {
+            gaps.observe_duration(now.saturating_sub(last));
         }
         if let (Some(before), Some(first), true) = (*last, self.first_sent, !self.local)
             && before == first

@@ -1,1 +1,262 @@
+//! Placement as tables: who is there, what is asked, who gets it.
 
+use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
+
+use super::*;
+
+fn card() -> ModelCard {
+    ModelCard {
+        name: "m".into(),
+        revision: "m@1".into(),
+        architecture: "llama".into(),
+        vocab_size: 300,
+        tokenizer_size: 300,
+        context_max: 4096,
+        parameters: 1,
+        weight_bytes: 1,
+        layout: KvLayout {
+            block_size: 16,
+            dtype: KvDtype::F16,
+            kv_heads: 1,
+            head_dim: 8,
+            layers: 1,
+            groups: vec![KvGroup {
+                kind: KvGroupKind::Full,
+                layers: vec![0],
+            }],
+            numerics: NumericsId([1; 16]),
+        },
+        tokenizer_hash: String::new(),
+    }
+}
+
+fn key(id: &str) -> WorkerKey {
+    WorkerKey::new(id.into(), Epoch(1))
+}
+
+/// A worker by its id (`p..`, `d..`, `m..`): requests, tokens waiting, cached tokens.
+fn worker(id: &str, requests: u32, tokens_waiting: u32, cached_tokens: u32) -> Candidate {
+    Candidate {
+        key: key(id),
+        role: match id.as_bytes()[0] {
+            b'p' => Role::Prefill,
+            b'd' => Role::Decode,
+            _ => Role::Mixed,
+        },
+        protocol: protocol::CURRENT,
+        card: Arc::new(card()),
+        requests,
+        tokens_waiting,
+        cached_tokens,
+    }
+}
+
+fn with_card(mut worker: Candidate, change: impl FnOnce(&mut ModelCard)) -> Candidate {
+    change(Arc::make_mut(&mut worker.card));
+    worker
+}
+
+fn query() -> PlaceQuery {
+    PlaceQuery {
+        split_allowed: true,
+        ..PlaceQuery::default()
+    }
+}
+
+fn ask(
+    candidates: &[Candidate],
+    query: &PlaceQuery,
+    prompt_tokens: u32,
+    tie: u64,
+) -> Result<Placement, Error> {
+    let question = Question {
+        query,
+        prompt_tokens,
+        numerics: None,
+        tie,
+    };
+    LeastTokens::default().place(candidates, &question)
+}
+
+fn placed(candidates: &[Candidate], query: &PlaceQuery, prompt_tokens: u32) -> String {
+    show(&ask(candidates, query, prompt_tokens, 0).unwrap())
+}
+
+fn show(placement: &Placement) -> String {
+    match &placement.prefill {
+        Some(prefill) => format!("{} {}", prefill.id, placement.decode.id),
+        None => format!("local {}", placement.decode.id),
+    }
+}
+
+#[test]
+fn the_least_loaded_pair_gets_the_request() {
+    for (candidates, wanted) in [
+        (vec![worker("p1", 0, 0, 0), worker("d1", 0, 0, 0)], "p1 d1"),
+        (
+            vec![
+                worker("p1", 3, 500, 0),
+                worker("p2", 1, 100, 0),
+                worker("d1", 4, 0, 0),
+                worker("d2", 3, 0, 0),
+            ],
+            "p2 d2",
+        ),
+        // A cached prefix outweighs a shorter queue of fewer tokens.
+        (
+            vec![
+                worker("p1", 3, 500, 960),
+                worker("p2", 1, 100, 0),
+                worker("d1", 0, 0, 0),
+            ],
+            "p1 d1",
+        ),
+        // But not a load that costs more than it saves.
+        (
+            vec![
+                worker("p1", 0, 0, 0),
+                worker("d1", 9, 0, 320),
+                worker("d2", 0, 0, 0),
+            ],
+            "p1 d2",
+        ),
+    ] {
+        assert_eq!(placed(&candidates, &query(), 1000), wanted);
+    }
+}
+
+#[test]
+fn short_uncached_parts_and_missing_prefill_workers_go_local() {
+    let (p, d) = (worker("p1", 0, 0, 0), worker("d1", 0, 0, 0));
+    for (candidates, tokens, wanted) in [
+        (vec![p.clone(), d.clone()], 64, "local d1"),
+        (vec![p.clone(), d.clone()], 65, "p1 d1"),
+        (vec![p.clone(), worker("d1", 0, 0, 960)], 1000, "local d1"),
+        (vec![d.clone()], 1000, "local d1"),
+        (vec![worker("m1", 0, 0, 0)], 1000, "local m1"),
+    ] {
+        assert_eq!(placed(&candidates, &query(), tokens), wanted);
+    }
+    let local_only = PlaceQuery::default();
+    assert_eq!(placed(&[p, d], &local_only, 1000), "local d1");
+}
+
+#[test]
+fn equals_share_the_work() {
+    let candidates: Vec<Candidate> = ["p1", "p2", "d1", "d2"]
+        .map(|id| worker(id, 0, 0, 0))
+        .to_vec();
+    let mut seen: Vec<String> = (0..16)
+        .map(|tie| show(&ask(&candidates, &query(), 1000, tie).unwrap()))
+        .collect();
+    seen.sort();
+    seen.dedup();
+    let decoders = ["d1", "d2"].map(|d| seen.iter().any(|pair| pair.ends_with(d)));
+    let prefillers = ["p1", "p2"].map(|p| seen.iter().any(|pair| pair.starts_with(p)));
+    assert_eq!((decoders, prefillers), ([true; 2], [true; 2]), "{seen:?}");
+}
+
+#[test]
+fn excluded_workers_are_not_asked_again() {
+    let candidates: Vec<Candidate> = ["p1", "p2", "d1", "d2"]
+        .map(|id| worker(id, 0, 0, 0))
+        .to_vec();
+    let excluding = PlaceQuery {
+        exclude_decode: vec![key("d1")],
+        exclude_prefill: vec![key("p2")],
+        ..query()
+    };
+    assert_eq!(placed(&candidates, &excluding, 1000), "p1 d2");
+    // Another life of an excluded worker is another worker.
+    let mut reborn = worker("d1", 0, 0, 0);
+    reborn.key = WorkerKey::new("d1".into(), Epoch(2));
+    let only = [worker("p1", 0, 0, 0), reborn];
+    assert_eq!(placed(&only, &excluding, 1000), "p1 d1");
+}
+
+#[test]
+fn a_kept_decode_worker_stays_even_when_it_left_the_list() {
+    let keeping = |id: &str| PlaceQuery {
+        keep_decode: Some(key(id)),
+        exclude_prefill: vec![key("p1")],
+        ..query()
+    };
+    let all: Vec<Candidate> = ["p1", "p2", "d1", "d2"]
+        .map(|id| worker(id, 0, 0, 0))
+        .to_vec();
+    assert_eq!(placed(&all, &keeping("d2"), 1000), "p2 d2");
+    assert_eq!(placed(&all[..1], &keeping("d2"), 1000), "local d2");
+    let other = with_card(worker("p2", 0, 0, 0), |card| card.layout.block_size = 32);
+    assert_eq!(
+        placed(&[other, all[3].clone()], &keeping("d2"), 1000),
+        "local d2"
+    );
+}
+
+#[test]
+fn nobody_to_decode_is_said() {
+    let error = ask(&[worker("p1", 0, 0, 0)], &query(), 10, 0).unwrap_err();
+    assert_eq!(
+        (error.kind, error.reason.as_str()),
+        (ErrorKind::Unavailable, "NO_DECODE_WORKER")
+    );
+    assert!(error.retry_after.is_some());
+}
+
+#[test]
+fn workers_that_do_not_fit_are_never_paired_and_the_field_is_named() {
+    let p = with_card(worker("p1", 0, 0, 0), |card| {
+        card.layout.dtype = KvDtype::F32
+    });
+    let d = worker("d1", 0, 0, 0);
+    let error = ask(&[p.clone(), d.clone()], &query(), 1000, 0).unwrap_err();
+    assert_eq!(
+        (error.field.as_str(), error.reason.as_str()),
+        ("kv_dtype", "LAYOUT_MISMATCH")
+    );
+    for part in ["p1", "d1", "f32", "f16"] {
+        assert!(error.message.contains(part), "{}", error.message);
+    }
+    // A pair that fits is found beside one that does not, though it is busier.
+    let candidates = [p, worker("p2", 9, 900, 0), d];
+    assert_eq!(placed(&candidates, &query(), 1000), "p2 d1");
+}
+
+#[test]
+fn a_worker_of_another_protocol_gets_nothing_and_is_named() {
+    let mut foreign = worker("d1", 0, 0, 0);
+    foreign.protocol.major += 1;
+    let error = ask(&[foreign.clone()], &query(), 10, 0).unwrap_err();
+    assert_eq!(
+        (error.field.as_str(), error.reason.as_str()),
+        ("protocol.major", "PROTOCOL_MISMATCH")
+    );
+    assert!(error.message.contains("d1"));
+    assert_eq!(
+        placed(&[foreign, worker("d2", 5, 0, 0)], &query(), 10),
+        "local d2"
+    );
+}
+
+#[test]
+fn a_stream_that_began_goes_on_with_its_own_arithmetic() {
+    let other = with_card(worker("d1", 0, 0, 0), |card| {
+        card.layout.numerics = NumericsId([2; 16]);
+    });
+    let query = query();
+    let question = Question {
+        query: &query,
+        prompt_tokens: 10,
+        numerics: Some(NumericsId([1; 16])),
+        tie: 0,
+    };
+    let policy = LeastTokens::default();
+    let error = policy
+        .place(std::slice::from_ref(&other), &question)
+        .unwrap_err();
+    assert_eq!(error.field, "numerics_id");
+    let placement = policy
+        .place(&[other, worker("d2", 9, 0, 0)], &question)
+        .unwrap();
+    assert_eq!(placement.decode, key("d2"));
+}

@@ -91,7 +91,7 @@ impl Request {
     }
 
     fn count_retry(&self, migration: bool, out: &mut Vec<Action>) {
-        let mid_stream = self.logs.iter().any(|log| !log.sent().is_empty());
+        let mid_stream = self.logs.iter().any(|log| !log.is_empty());
         out.push(Action::CountRetry {
             mid_stream,
             migration,

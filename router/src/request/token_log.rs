@@ -74,6 +74,11 @@ impl TokenLog {
         &self.sent
     }
 
+    /// Whether nothing was sent yet.
+    pub fn is_empty(&self) -> bool {
+        self.sent.is_empty()
+    }
+
     /// Number of tokens sent.
     pub fn len(&self) -> u32 {
         u32::try_from(self.sent.len()).expect("a log has at most max_tokens entries")
@@ -82,11 +87,6 @@ impl TokenLog {
     /// Why the choice ended, if it did.
     pub fn finished(&self) -> Option<FinishReason> {
         self.finished
-    }
-
-    /// Whether tokens are held behind a gap.
-    pub fn has_gap(&self) -> bool {
-        !self.held.is_empty() || self.announced.is_some_and(|(_, at)| at > self.len())
     }
 
     /// Takes a run that starts at `first_index`; returns what may be sent now.

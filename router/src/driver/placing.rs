@@ -1,0 +1,169 @@
+//! The driver's part in placing: what placement is asked, what workers are sent,
+//! and which prefixes they are remembered for.
+
+use std::sync::Arc;
+
+use baton_observability::labels::Decision;
+use baton_observability::logging;
+use baton_proto::block_hash::{BlockHash, BlockHasher};
+use baton_proto::kv_layout::SPAN_TOKENS;
+use baton_proto::{Error, ErrorKind, NumericsId, TokenId, protocol, v1};
+use tokio::time::Instant;
+
+use super::sessions::{DecodeSession, PrefillSession};
+use super::{Driver, lists};
+use crate::placement::{Placement, Question, WorkerKey};
+use crate::request::{DecodeEvent, Event, PlaceQuery, PrefillEvent};
+use crate::workers::Worker;
+
+impl Driver {
+    pub(super) fn place(&mut self, query: &PlaceQuery) -> Result<Placement, Error> {
+        let workers = self.shared.workers.ready_of(&self.job.model.card);
+        let mut candidates = Vec::with_capacity(workers.len());
+        for worker in &workers {
+            let cached = self.cached_at(worker);
+            candidates.push(worker.candidate(cached));
+        }
+        let question = Question {
+            query,
+            prompt_tokens: self.job.prompt.len() as u32,
+            numerics: self.numerics.filter(|_| self.job.exact),
+            tie: rand::random(),
+        };
+        let placement = self.shared.policy.place(&candidates, &question)?;
+        if let Some(prefill) = &placement.prefill {
+            self.remember(&workers, prefill);
+        }
+        tracing::debug!(
+            decode = %placement.decode.id,
+            prefill = placement.prefill.as_ref().map(|key| key.id.as_str()),
+            "placed"
+        );
+        Ok(placement)
+    }
+
+    /// The worker has, or will have, the prompt's blocks.
+    pub(super) fn remember(&mut self, workers: &[Arc<Worker>], key: &WorkerKey) {
+        let worker = workers.iter().find(|worker| worker.key == *key);
+        if let Some(worker) = worker.filter(|_| self.job.use_cache) {
+            let spans = self.spans_of(worker.card.layout.numerics).to_vec();
+            self.shared.prefixes().insert(&spans, key);
+        }
+    }
+
+    fn cached_at(&mut self, worker: &Worker) -> u32 {
+        if !self.job.use_cache {
+            return 0;
+        }
+        let spans = self.spans_of(worker.card.layout.numerics).to_vec();
+        let matched = self.shared.prefixes().matched(&spans, &worker.key);
+        matched as u32 * SPAN_TOKENS
+    }
+
+    fn spans_of(&mut self, numerics: NumericsId) -> &[BlockHash] {
+        let known = self.spans.iter().position(|(known, _)| *known == numerics);
+        let at = known.unwrap_or_else(|| {
+            let salt = self.job.tenant.cache_salt();
+            let hasher = BlockHasher::new(&salt, numerics, "");
+            // A hit never covers the last prompt token.
+            let covered = self.job.prompt.len() - 1;
+            self.spans
+                .push((numerics, hasher.spans(&self.job.prompt[..covered])));
+            self.spans.len() - 1
+        });
+        &self.spans[at].1
+    }
+
+    fn work(&self, worker: &Worker, attempt: u32, forced: Vec<Vec<TokenId>>) -> v1::WorkRequest {
+        let job = &self.job;
+        // A later attempt has its own name at workers, since one that is being torn
+        // down may still hold the first.
+        let request_id = match attempt {
+            1 => job.request_id.0.clone(),
+            later => format!("{}.{later}", job.request_id),
+        };
+        let left = job.deadline.saturating_duration_since(Instant::now());
+        v1::WorkRequest {
+            protocol: Some(protocol::CURRENT.into()),
+            request_id,
+            epoch: worker.key.epoch().0,
+            model_revision: worker.card.revision.0.clone(),
+            prompt: job.prompt.clone(),
+            forced: lists(forced),
+            sampling: Some((&job.sampling).into()),
+            cache_salt: job.tenant.cache_salt(),
+            use_cache: job.use_cache,
+            exact: job.exact,
+            deadline_ms: Some(left.as_millis() as u64),
+            adapter: String::new(),
+        }
+    }
+
+    pub(super) fn start_decode(
+        &mut self,
+        key: &WorkerKey,
+        local: bool,
+        attempt: u32,
+        forced: Vec<Vec<TokenId>>,
+    ) -> Option<Event> {
+        let Some(worker) = self.shared.workers.get(key) else {
+            return Some(Event::Decode {
+                session: attempt,
+                event: DecodeEvent::Failed { error: left() },
+            });
+        };
+        logging::record_worker(&tracing::Span::current(), worker.key.id.as_str());
+        let decision = if local {
+            Decision::DecodeOnly
+        } else {
+            Decision::PrefillDecode
+        };
+        self.metrics().decisions.get(decision).inc();
+        self.timing.routed(&worker.key, local);
+        let path = if local {
+            v1::decode_start::Path::Local
+        } else {
+            v1::decode_start::Path::Receive
+        };
+        let start = v1::DecodeStart {
+            work: Some(self.work(&worker, attempt, forced)),
+            path: path.into(),
+            attempt,
+        };
+        let tokens = if local {
+            self.job.prompt.len() as u32
+        } else {
+            0
+        };
+        self.closing = None;
+        self.decode = Some(DecodeSession::open(worker, start, tokens));
+        None
+    }
+
+    pub(super) fn start_prefill(
+        &mut self,
+        key: &WorkerKey,
+        attempt: u32,
+        lane: v1::Lane,
+        forced: Vec<Vec<TokenId>>,
+    ) -> Option<Event> {
+        let Some(worker) = self.shared.workers.get(key) else {
+            return Some(Event::Prefill {
+                attempt,
+                event: PrefillEvent::Failed { error: left() },
+            });
+        };
+        self.timing.reserved(&worker.key);
+        let request = v1::PrefillRequest {
+            work: Some(self.work(&worker, attempt, forced)),
+            lane: Some(lane),
+        };
+        let tokens = self.job.prompt.len() as u32;
+        self.prefill = Some(PrefillSession::open(worker, request, attempt, tokens));
+        None
+    }
+}
+
+fn left() -> Error {
+    Error::new(ErrorKind::Unavailable, "left the cluster")
+}

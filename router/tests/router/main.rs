@@ -1,0 +1,7 @@
+//! The whole router against scripted workers: real sockets, real tonic, no engine.
+
+mod cluster;
+mod faults;
+mod front_door;
+mod requests;
+mod workers;
