@@ -30,7 +30,7 @@ use timing::Timing;
 use crate::admission::Permit;
 use crate::auth::Tenant;
 use crate::frontend::{Shared, Tally};
-use crate::request::{Action, DecodeEvent, Event, Request, Spec, Stage, Timeouts};
+use crate::request::{Action, DecodeEvent, Event, PrefillEvent, Request, Spec, Stage, Timeouts};
 use crate::text::{ChoiceText, StopRules};
 use crate::workers::{ServedModel, Worker};
 
@@ -67,8 +67,9 @@ pub struct Driver {
     timing: Timing,
     decode: Option<DecodeSession>,
     prefill: Option<PrefillSession>,
-    /// A decode call that only has its last word left.
+    /// Calls that only have their last word left.
     closing: Option<DecodeSession>,
+    closing_prefill: Option<PrefillSession>,
     accepted: bool,
     /// The arithmetic the first token was drawn with.
     numerics: Option<NumericsId>,
@@ -108,6 +109,7 @@ impl Driver {
             decode: None,
             prefill: None,
             closing: None,
+            closing_prefill: None,
             accepted: false,
             numerics: None,
             spans: Vec::new(),
@@ -249,6 +251,7 @@ impl Driver {
                 self.command(Command::CancelChoice(v1::CancelChoice { choice }));
             }
             Action::DropPrefill => self.prefill = None,
+            Action::AwaitPrefillEnd => self.closing_prefill = self.prefill.take(),
             Action::CancelDecode => {
                 self.command(Command::Cancel(v1::CancelDecode {}));
                 self.closing = self.decode.take();
@@ -407,6 +410,7 @@ impl Driver {
             texts,
             outlet,
             closing,
+            closing_prefill,
             ..
         } = self;
         let output_tokens: u32 = texts.iter().map(ChoiceText::tokens).sum();
@@ -419,24 +423,40 @@ impl Driver {
         tally.end(outcome.as_ref().err());
         drop(job.permit);
         outlet.end(outcome.err());
-        let Some(mut session) = closing else { return };
         let asked = Instant::now();
-        let last_word = async {
-            while let Some(event) = session.next().await {
-                if matches!(
-                    event,
-                    DecodeEvent::Ended { .. } | DecodeEvent::Failed { .. }
-                ) {
-                    break;
+        let prefill = async {
+            if let Some(mut session) = closing_prefill {
+                let ended = |event: &PrefillEvent| {
+                    matches!(
+                        event,
+                        PrefillEvent::HandedOff { .. } | PrefillEvent::Failed { .. }
+                    )
+                };
+                while let Some((event, _)) = session.next().await
+                    && !ended(&event)
+                {}
+            }
+        };
+        let decode = async {
+            if let Some(mut session) = closing {
+                let ended = |event: &DecodeEvent| {
+                    matches!(
+                        event,
+                        DecodeEvent::Ended { .. } | DecodeEvent::Failed { .. }
+                    )
+                };
+                while let Some(event) = session.next().await
+                    && !ended(&event)
+                {}
+                if cancelled {
+                    let release = &shared.metrics.cancel_to_release;
+                    release.observe_duration(asked.elapsed());
                 }
             }
         };
-        let heard = tokio::time::timeout(LAST_WORD, last_word).await;
-        if cancelled && heard.is_ok() {
-            shared
-                .metrics
-                .cancel_to_release
-                .observe_duration(asked.elapsed());
+        let both = async { tokio::join!(prefill, decode) };
+        if tokio::time::timeout(LAST_WORD, both).await.is_err() {
+            tracing::debug!("a worker did not say its last word");
         }
     }
 

@@ -115,6 +115,8 @@ pub struct Request {
     excluded_prefill: Vec<WorkerKey>,
     last_error: Option<Error>,
     cached_tokens: Option<u32>,
+    /// The time of the event in hand.
+    now: Duration,
 }
 
 impl Request {
@@ -137,6 +139,7 @@ impl Request {
             excluded_prefill: Vec::new(),
             last_error: None,
             cached_tokens: None,
+            now: Duration::ZERO,
         }
     }
 
@@ -168,6 +171,7 @@ impl Request {
         if self.stage == Stage::Finished {
             return out;
         }
+        self.now = now;
         match event {
             Event::Begin => self.place(&mut out),
             Event::Placed(Ok(placement)) => self.placed(now, placement, &mut out),
@@ -214,7 +218,7 @@ impl Request {
             exclude_prefill: self.excluded_prefill.clone(),
             resumed_tokens: self.logs.iter().map(TokenLog::len).max().unwrap_or(0),
             // Choices that went different ways share no KV beyond the prompt.
-            split_allowed: self.spec.n == 1 || self.logs.iter().all(|log| log.is_empty()),
+            split_allowed: self.spec.n == 1 || self.logs.iter().all(TokenLog::is_empty),
         }));
     }
 
@@ -264,20 +268,12 @@ impl Request {
         );
     }
 
-    /// What a start forces: the log of every choice. A choice that ended gives its
-    /// last token up, since a start that leaves nothing to draw is refused; the
-    /// worker draws that token again and ends there.
+    /// What a start forces: the log of every choice; nothing if nothing was sent.
     fn forced(&self) -> Vec<Vec<TokenId>> {
-        if self.logs.iter().all(|log| log.is_empty()) {
+        if self.logs.iter().all(TokenLog::is_empty) {
             return Vec::new();
         }
-        self.logs
-            .iter()
-            .map(|log| {
-                let keep = log.sent().len() - usize::from(log.finished().is_some());
-                log.sent()[..keep].to_vec()
-            })
-            .collect()
+        self.logs.iter().map(|log| log.forced().to_vec()).collect()
     }
 
     fn enter(&mut self, stage: Stage, now: Duration, wait: Duration) {
@@ -537,13 +533,17 @@ impl Request {
 
     /// Ends the request here and at its workers.
     fn release(&mut self, out: &mut Vec<Action>) {
+        let done = self.logs.iter().all(|log| log.finished().is_some());
         if self.prefill.take().is_some() {
-            out.push(Action::DropPrefill);
+            // A worker that knows of the end is left its last word.
+            out.push(if done {
+                Action::AwaitPrefillEnd
+            } else {
+                Action::DropPrefill
+            });
         }
         if let Some(decode) = self.decode.take() {
-            // A worker that runs knows of the ends by itself.
-            let knows = decode.running && self.logs.iter().all(|log| log.finished().is_some());
-            out.push(if knows {
+            out.push(if done && decode.running {
                 Action::AwaitDecodeEnd
             } else {
                 Action::CancelDecode

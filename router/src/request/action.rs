@@ -159,6 +159,8 @@ pub enum Action {
     },
     /// Close the prefill call; an open one is cancelled by that.
     DropPrefill,
+    /// The prefill call is over but for its last word.
+    AwaitPrefillEnd,
     /// Cancel the decode call.
     CancelDecode,
     /// The decode call is over but for its last word.

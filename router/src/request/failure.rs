@@ -18,27 +18,34 @@ fn is_final(kind: ErrorKind) -> bool {
             | ErrorKind::Unauthenticated
             | ErrorKind::Unsupported
             | ErrorKind::TooLarge
-            | ErrorKind::Deadline
     )
 }
+
+/// A worker's clock starts a moment later than ours, and may still be read earlier.
+const DEADLINE_SLACK: Duration = Duration::from_millis(20);
 
 /// When to come back if a worker that has no room does not say it.
 const RETRY_AFTER_DEFAULT: Duration = Duration::from_secs(1);
 
 /// A worker's error as the client sees it: whose it is, and a hint when to come back.
 fn attribute(role: &str, worker: &WorkerKey, mut error: Error) -> Error {
-    if is_final(error.kind) {
+    // What is wrong with a handoff is never the request's fault.
+    let handoff = error.reason.starts_with("HANDOFF");
+    if is_final(error.kind) && !handoff {
         if let Some(field) = error.field.strip_prefix("work.") {
             error.field = field.to_owned();
         }
         return error;
     }
     error.message = format!("{role} worker `{}`: {}", worker.id, error.message);
-    // What a worker calls cancelled or fenced is, for a client, a worker that went away.
-    if matches!(
-        error.kind,
-        ErrorKind::Cancelled | ErrorKind::Fenced | ErrorKind::NotFound
-    ) {
+    // A worker's own deadlines, fences and cancels are, for a client, a worker that
+    // did not do it; the request's deadline is kept here.
+    if handoff
+        || matches!(
+            error.kind,
+            ErrorKind::Cancelled | ErrorKind::Deadline | ErrorKind::Fenced | ErrorKind::NotFound
+        )
+    {
         error.kind = ErrorKind::Unavailable;
     }
     if matches!(error.kind, ErrorKind::Overloaded | ErrorKind::Unavailable) {
@@ -102,6 +109,10 @@ impl Request {
     /// nobody else would answer otherwise.
     fn may_go_on(&mut self, error: Error, charged: bool, out: &mut Vec<Action>) -> bool {
         self.failures += u32::from(charged);
+        if self.now + DEADLINE_SLACK >= self.spec.timeouts.total {
+            self.fail_late(out);
+            return false;
+        }
         if is_final(error.kind) || self.failures >= self.spec.attempts_max {
             self.fail(error, out);
             return false;
@@ -116,6 +127,15 @@ impl Request {
         self.release(out);
     }
 
+    fn fail_late(&mut self, out: &mut Vec<Action>) {
+        let message = format!(
+            "the request's time of {} ms ended while {}",
+            self.spec.timeouts.total.as_millis(),
+            self.stage.doing()
+        );
+        self.fail(Error::new(ErrorKind::Deadline, message), out);
+    }
+
     pub(super) fn worker_lost(&mut self, worker: &WorkerKey, error: Error, out: &mut Vec<Action>) {
         if self.decode.as_ref().is_some_and(|d| d.worker == *worker) {
             self.decode_failed(error, out);
@@ -127,12 +147,7 @@ impl Request {
     /// A deadline has come; early wake-ups do nothing.
     pub(super) fn tick(&mut self, now: Duration, out: &mut Vec<Action>) {
         if now >= self.spec.timeouts.total {
-            let error = format!(
-                "the request's time of {} ms ended while {}",
-                self.spec.timeouts.total.as_millis(),
-                self.stage.doing()
-            );
-            return self.fail(Error::new(ErrorKind::Deadline, error), out);
+            return self.fail_late(out);
         }
         if self.stage_deadline.is_none_or(|deadline| now < deadline) {
             return;

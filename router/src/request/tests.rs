@@ -26,6 +26,7 @@ fn error(kind: &str) -> Error {
         "overloaded" => ErrorKind::Overloaded,
         "unavailable" => ErrorKind::Unavailable,
         "fenced" => ErrorKind::Fenced,
+        "deadline" => ErrorKind::Deadline,
         "internal" => ErrorKind::Internal,
         other => panic!("no kind {other}"),
     };
@@ -235,6 +236,7 @@ impl Scene {
                 format!("prefill {} #{attempt}{}", worker.id, lists(&forced))
             }
             Action::DropPrefill => "drop-prefill".to_owned(),
+            Action::AwaitPrefillEnd => "await-prefill-end".to_owned(),
             Action::CancelDecode => "cancel-decode".to_owned(),
             Action::AwaitDecodeEnd => "await-end".to_owned(),
             Action::Emit { choice, run } => {
@@ -702,7 +704,7 @@ fn two_choices_interleave_and_each_is_sent_in_order() {
             emit 1@2 22 23
             finish 1 length
             complete
-            drop-prefill
+            await-prefill-end
             await-end
             ",
         ),
@@ -984,13 +986,13 @@ fn all_choices_ending_with_the_first_token_need_no_handoff() {
         1,
         &after_split(
             "
-            > p first 10. 20
+            > p first 10. 20.
             emit 0@0 10
             emit 1@0 20
             finish 0 length
             finish 1 length
             complete
-            drop-prefill
+            await-prefill-end
             cancel-decode
             > p empty-handed
             > d aborted 1
@@ -1104,6 +1106,65 @@ fn every_wait_ends() {
             cancel-decode
             retry mid-stream migration
             place not d1 resume 2
+            ",
+        ),
+    );
+}
+
+#[test]
+fn the_worker_says_how_a_choice_of_full_length_ended() {
+    // The last token may be an end token; only the worker knows.
+    let begin = "
+        > begin
+        place
+        > placed local d1
+        start d1 local #1
+        > d tokens 0@0 10 11
+        emit 0@0 10 11
+        ";
+    check(
+        1,
+        2,
+        &format!("{begin}\n> d end 0 stop 2\nfinish 0 stop\ncomplete\nawait-end"),
+    );
+    // If it dies before it says so, the next one draws the last token again.
+    check(
+        1,
+        2,
+        &format!(
+            "{begin}
+            > d failed unavailable
+            cancel-decode
+            retry mid-stream migration
+            place not d1 resume 2
+            > placed local d2
+            start d2 local #2 forced [[10]]
+            > d tokens 0@1 11!
+            finish 0 stop
+            complete
+            await-end
+            "
+        ),
+    );
+}
+
+#[test]
+fn a_workers_own_deadline_is_tried_elsewhere_and_the_requests_is_not() {
+    check(
+        1,
+        8,
+        &after_split("> p failed deadline\ndrop-prefill\nretry\nplace keep d1 not p1"),
+    );
+    check(
+        1,
+        8,
+        &after_split(
+            "
+            > p started 0
+            > at 99990
+            drop-prefill
+            fail Deadline DEADLINE_EXCEEDED: the request's time of 100000 ms ended while computing the prompt
+            cancel-decode
             ",
         ),
     );

@@ -84,6 +84,20 @@ impl TokenLog {
         u32::try_from(self.sent.len()).expect("a log has at most max_tokens entries")
     }
 
+    /// Whether no further token may come. The reason is still the worker's to say:
+    /// the last token allowed may also be an end token.
+    pub fn is_full(&self) -> bool {
+        self.len() == self.max_tokens
+    }
+
+    /// What a new worker is made to repeat: all of it, or all but the last token
+    /// when nothing would be left to draw. The worker draws that one again and
+    /// says how the choice ended.
+    pub fn forced(&self) -> &[TokenId] {
+        let over = self.finished.is_some() || self.len() == self.max_tokens;
+        &self.sent[..self.sent.len() - usize::from(over)]
+    }
+
     /// Why the choice ended, if it did.
     pub fn finished(&self) -> Option<FinishReason> {
         self.finished
@@ -140,7 +154,13 @@ impl TokenLog {
                 ours,
                 theirs: drawn.0.id,
             }),
-            Some(_) => Ok(()),
+            Some(_) => {
+                // The second source may know that the choice ends here.
+                if u64::from(index) + 1 == self.sent.len() as u64 && self.finished.is_none() {
+                    self.finished = drawn.1;
+                }
+                Ok(())
+            }
             None => {
                 self.held.insert(index, drawn);
                 Ok(())
@@ -151,7 +171,6 @@ impl TokenLog {
     fn reached_end(&self) -> Option<FinishReason> {
         match self.announced {
             Some((reason, at)) if at == self.len() => Some(reason),
-            _ if self.len() == self.max_tokens => Some(FinishReason::Length),
             _ => None,
         }
     }
