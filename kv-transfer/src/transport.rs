@@ -61,6 +61,13 @@ impl OutFrame {
             Self::Data { source, .. } => HEADER_BYTES + source.len(),
         }
     }
+
+    fn is_ended(&self) -> bool {
+        match self {
+            Self::Control { .. } => false,
+            Self::Data { source, .. } => source.is_ended(),
+        }
+    }
 }
 
 /// Frames in the order in which they leave.
@@ -102,6 +109,26 @@ impl OutQueue {
 
     pub(crate) fn is_empty(&self) -> bool {
         self.frames.is_empty()
+    }
+
+    /// Drops data frames of transfers that have ended. One that has partly left stays,
+    /// so that the lane keeps in step.
+    pub(crate) fn drop_ended(&mut self) {
+        let mut index = 0;
+        let Self {
+            frames,
+            sent,
+            bytes,
+        } = self;
+        frames.retain(|frame| {
+            let under_way = index == 0 && *sent > 0;
+            index += 1;
+            let keep = under_way || !frame.is_ended();
+            if !keep {
+                *bytes -= frame.len();
+            }
+            keep
+        });
     }
 
     /// The frames from the first one on, and how many bytes of it have left.

@@ -38,6 +38,11 @@ impl Source {
         self.len
     }
 
+    /// Whether the transfer has ended, so that nobody wants these bytes any more.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.transfer.is_ended()
+    }
+
     /// Pieces of memory the payload lies in.
     pub(crate) fn pieces(&self) -> usize {
         self.extents.len()
@@ -104,5 +109,73 @@ impl Borrowed<'_> {
             slices.push(unsafe { region::read(self.source.transfer.regions(), *extent, skip) });
             skip = 0;
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicUsize;
+    use std::time::{Duration, Instant};
+
+    use baton_proto::{Attempt, Epoch, RequestId};
+
+    use super::*;
+    use crate::region::MemoryRegion;
+    use crate::sender::{LaneTarget, SenderConfig};
+    use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, Ticket};
+    use crate::wake::Bell;
+
+    fn transfer(memory: &'static [u8]) -> Arc<TransferShared> {
+        // SAFETY: static bytes, which this sender only reads.
+        let region =
+            unsafe { MemoryRegion::new(memory.as_ptr().cast_mut(), memory.len(), Arc::new(())) };
+        let target = LaneTarget {
+            data_address: None,
+            process_token: ProcessToken(1),
+            lane_key: LaneKey([0; 32]),
+            ticket: Ticket(1),
+            epoch: Epoch(1),
+            attempt: Attempt(1),
+            request_id: RequestId::from("r"),
+            deadline: Duration::from_secs(9),
+        };
+        Arc::new(TransferShared::new(
+            &Arc::new(SenderConfig::new(vec![region])),
+            target,
+            LayoutDigest([0; 32]),
+            Bell::new().unwrap(),
+            Arc::new(AtomicUsize::new(0)),
+            Instant::now(),
+        ))
+    }
+
+    fn extent(offset: u64, len: u32) -> ByteExtent {
+        ByteExtent {
+            offset,
+            len,
+            region: 0,
+        }
+    }
+
+    #[test]
+    fn blocks_of_an_ended_transfer_are_not_read_but_keep_their_length() {
+        let shared = transfer(b"0123456789");
+        let source = Source::new(Arc::clone(&shared), vec![extent(4, 4), extent(0, 2)]);
+        assert_eq!(source.with_slices(2, |slices| slices.concat()), b"6701");
+        assert_eq!(source.checksums().map(|crcs| crcs.len()), Some(2));
+        shared.update(|inner| inner.state.abort("enough", Instant::now()));
+        assert_eq!(source.with_slices(2, |slices| slices.concat()), [0; 4]);
+        assert_eq!(source.checksums(), None);
+    }
+
+    #[test]
+    fn an_ended_transfer_is_not_quiet_while_a_borrow_lives() {
+        let shared = transfer(b"0123456789");
+        let source = Source::new(Arc::clone(&shared), vec![extent(0, 10)]);
+        let borrowed = source.borrow(0);
+        shared.update(|inner| inner.state.abort("enough", Instant::now()));
+        assert!(!shared.is_quiet());
+        drop(borrowed);
+        assert!(shared.is_quiet());
     }
 }

@@ -39,6 +39,13 @@ pub(crate) struct Inner {
     ended_at: Option<Instant>,
 }
 
+impl Inner {
+    /// Whether the transfer has ended and nothing borrows its blocks.
+    fn is_quiet(&self) -> bool {
+        self.state.is_ended() && self.readers == 0
+    }
+}
+
 /// The right to read the source blocks for one checksum or one write.
 pub(crate) struct ReadGuard(Arc<TransferShared>);
 
@@ -127,6 +134,10 @@ impl TransferShared {
         }
     }
 
+    pub(crate) fn is_ended(&self) -> bool {
+        self.lock().state.is_ended()
+    }
+
     /// A read guard, unless the transfer has ended.
     pub(crate) fn guard(transfer: &Arc<Self>) -> Option<ReadGuard> {
         let mut inner = transfer.lock();
@@ -136,6 +147,11 @@ impl TransferShared {
         inner.readers += 1;
         drop(inner);
         Some(ReadGuard(Arc::clone(transfer)))
+    }
+
+    #[cfg(test)]
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.lock().is_quiet()
     }
 
     /// Resolves with the first `Some` that `check` gives. Cancel-safe.
@@ -239,9 +255,9 @@ impl Transfer {
     /// Resolves when the transfer has ended and no lane reads its blocks, now or later:
     /// the source blocks may be reused. Cancel-safe.
     pub async fn quiesced(&self) {
-        let quiet =
-            |inner: &mut Inner| (inner.state.is_ended() && inner.readers == 0).then_some(());
-        self.shared.wait_for(quiet).await;
+        self.shared
+            .wait_for(|inner| inner.is_quiet().then_some(()))
+            .await;
     }
 
     /// What was done so far.

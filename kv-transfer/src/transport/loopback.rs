@@ -123,7 +123,11 @@ impl Lane for LoopbackLane {
             return Err(Error::PeerLost("the receiver has stopped".to_owned()));
         }
         let mut moved = false;
-        while let Some(frame) = queue.pop() {
+        loop {
+            queue.drop_ended();
+            let Some(frame) = queue.pop() else {
+                break;
+            };
             self.data(frame)?;
             moved = true;
         }

@@ -150,7 +150,11 @@ fn shake_hands(
 impl Lane for TcpLane {
     fn flush(&mut self, queue: &mut OutQueue, more: bool) -> Result<bool, Error> {
         let mut moved = false;
-        while !queue.is_empty() {
+        loop {
+            queue.drop_ended();
+            if queue.is_empty() {
+                break;
+            }
             let sent = match gather(&self.stream, queue, more) {
                 Ok(sent) => sent,
                 Err(Errno::AGAIN | Errno::INTR) => break,
