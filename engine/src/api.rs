@@ -4,9 +4,9 @@
 //! one, by the kind of work:
 //!
 //! ```text
-//! Local     Submit -> Accepted -> Tokens.. -> Finished (per choice) -> Released
-//! Prefill   Submit -> Accepted -> LayersReady.. -> First -> [worker sends, then Release] -> Released
-//! Receive   Submit -> Reserved -> [lanes write] -> Commit -> Tokens.. -> Finished -> Released
+//! Local     Submit -> Accepted -> Started -> Tokens.. -> Finished (per choice) -> Released
+//! Prefill   Submit -> Accepted -> Started -> LayersReady.. -> First -> [worker sends, then Release] -> Released
+//! Receive   Submit -> Accepted -> Reserved -> [lanes write] -> Commit -> Tokens.. -> Finished -> Released
 //! any       Cancel -> (Prefill, Receive: worker waits for its guards, then Release) -> Released
 //! refused   Submit -> Rejected
 //! ```
@@ -15,8 +15,12 @@
 //! once: from then on the engine holds no block for it.
 //!
 //! Blocks a peer may still touch are never free: after `Cancel` of a `Receive`
-//! (before its commit) or of a `Prefill`, they stay quarantined or pinned until
-//! the worker says `Release`, which it does when the last guard is gone.
+//! (between `Reserved` and `Commit`) or of a `Prefill` (after `Started`), they stay
+//! quarantined or pinned until the worker says `Release`, which it does when the last
+//! guard is gone. The same holds for a `Prefill` that `Failed`. A cancel at any other
+//! time is answered with `Released` at once, and a `Release` that comes later, or for
+//! any other request, is ignored. `Release` without `Cancel` ends a reservation or a
+//! prefill as well.
 
 use std::time::Duration;
 
@@ -57,7 +61,8 @@ pub struct Submission {
     /// At least one token; prompt + max_tokens fit the context.
     pub prompt: Vec<TokenId>,
     /// Per choice, the output tokens the client already has: forced, never drawn
-    /// again. Empty, or one entry per choice.
+    /// again, and never reported again. Empty, or one entry per choice. A choice whose
+    /// forced tokens reach its end is `Finished` without another token.
     pub forced: Vec<Vec<TokenId>>,
     pub sampling: SamplingParams,
     /// The tenant's domain of the prefix cache.
@@ -77,18 +82,27 @@ pub enum Command {
         first: Vec<SampledToken>,
     },
     /// Stop work on a request. Idempotent; unknown keys are ignored.
-    Cancel { key: RequestKey },
-    /// End one choice early (a stop string matched in the router).
-    CancelChoice { key: RequestKey, choice: u32 },
+    Cancel {
+        key: RequestKey,
+    },
+    /// End one choice early (a stop string matched in the router): `Finished` with
+    /// `Cancelled`. Ignored for a `Prefill`.
+    CancelChoice {
+        key: RequestKey,
+        choice: u32,
+    },
     /// The worker's lanes no longer touch the request's blocks.
-    Release { key: RequestKey },
-    /// Hold back or let go a choice whose reader is slow.
+    Release {
+        key: RequestKey,
+    },
+    /// Hold back or let go a choice whose reader is slow. While it is held back, others
+    /// that are short of blocks may take its own; it is then recomputed.
     Pause {
         key: RequestKey,
         choice: u32,
         paused: bool,
     },
-    /// Drop every unreferenced cached block.
+    /// Drop every unreferenced cached block, and let no later request hit a held one.
     ClearCache,
 }
 
@@ -131,7 +145,10 @@ pub enum Event {
     /// Taken into the queue.
     Accepted { key: RequestKey },
     /// Refused; nothing is held.
-    Rejected { key: RequestKey, rejection: Rejection },
+    Rejected {
+        key: RequestKey,
+        rejection: Rejection,
+    },
     /// `Receive`: these blocks may be written until `Commit` or `Release`.
     Reserved {
         key: RequestKey,
@@ -149,7 +166,8 @@ pub enum Event {
         blocks: Vec<(u32, u32)>,
     },
     /// `Prefill`: the next token of every choice; every shipped layer was reported.
-    /// A choice that ends with this token says so.
+    /// A choice that ends with this token says so. For a choice that had ended with
+    /// its forced tokens already, its last forced token stands here with the reason.
     First {
         key: RequestKey,
         tokens: Vec<(SampledToken, Option<FinishReason>)>,

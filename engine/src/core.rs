@@ -196,10 +196,9 @@ impl Core {
         }
         self.flush();
         statistics.duration = started.elapsed();
-        if !rows.is_empty() {
+        if !rows.is_empty() || preemptions > 0 {
             self.sink.emit(Event::Step(statistics));
         }
-        self.publish_load();
         if cfg!(debug_assertions) {
             self.check_integrity();
         }
@@ -279,7 +278,9 @@ impl Core {
         self.sink.emit(Event::Stopped { error });
     }
 
+    /// Sends what has happened. Who hears it finds the load as it is after it.
     fn flush(&mut self) {
+        self.publish_load();
         self.outbox.flush(&mut *self.sink);
     }
 

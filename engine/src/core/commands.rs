@@ -46,7 +46,6 @@ impl Core {
             Command::ClearCache => self.pools.clear_cache(),
         }
         self.flush();
-        self.publish_load();
     }
 
     fn submit(&mut self, submission: Submission, now: Duration) {

@@ -87,11 +87,11 @@ fn victim<'a>(
 fn admit(state: &State<'_>, room: &mut Room, plan: &mut Plan) {
     // Each sequence that holds blocks may soon want one more; starting another must
     // not make the next step preempt it again.
-    let mut holders = state
+    let holders = state
         .sequences
         .iter()
         .filter(|view| view.stage != Stage::Waiting)
-        .count() as u32;
+        .count();
     let queue = state
         .sequences
         .iter()
@@ -100,11 +100,11 @@ fn admit(state: &State<'_>, room: &mut Room, plan: &mut Plan) {
         if !view.receives && (room.chunk_tokens == 0 || room.step_tokens == 0) {
             break;
         }
-        let Some(admission) = room.admit(state, view, holders) else {
+        let reserve = (holders + plan.admit.len()) as u32;
+        let Some(admission) = room.admit(state, view, reserve) else {
             break;
         };
         plan.admit.push(admission);
-        holders += 1;
         if !view.receives {
             let uncomputed = view.uncomputed - admission.hit.blocks * state.block_size;
             let tokens = room.take_chunk(uncomputed);

@@ -3,8 +3,10 @@
 //!
 //! These tests were seen to fail on broken builds: without the byte copy of
 //! copy-on-write (kept as `a_copy_that_is_not_made_is_noticed`), with `Pools::share`
-//! not taking references, with `Pools::unshare` never copying, with a window trimmed
-//! one block too early, and with quarantine giving blocks back at once.
+//! taking no references, with `Pools::unshare` never copying or not minding pins, with
+//! a window trimmed 16 positions early, with a cancelled reservation that is not
+//! quarantined and with one whose blocks are free at once. The random traffic alone
+//! noticed each of them.
 #![allow(unsafe_code)]
 
 mod fake;

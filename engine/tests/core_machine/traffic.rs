@@ -31,6 +31,7 @@ struct Arrival {
 enum Op {
     Arrive(Arrival),
     Rounds(u32),
+    /// The request that many before the last one.
     Cancel(u64),
     CancelChoice(u64, u32),
     Pause(u64, u32, bool),
@@ -96,7 +97,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         6 => arrival().prop_map(Op::Arrive),
         8 => (1_u32..12).prop_map(Op::Rounds),
-        2 => (1_u64..20).prop_map(Op::Cancel),
+        3 => (0_u64..4).prop_map(Op::Cancel),
         1 => (1_u64..20, 0_u32..4).prop_map(|(key, choice)| Op::CancelChoice(key, choice)),
         1 => (1_u64..20, 0_u32..4, any::<bool>()).prop_map(|(k, c, paused)| Op::Pause(k, c, paused)),
         1 => Just(Op::ClearCache),
@@ -174,7 +175,7 @@ fn play(sizes: &Sizes, prefill: &Sizes, ops: &[Op]) -> Seen {
                     world.round();
                 }
             }
-            Op::Cancel(key) => world.cancel(*key),
+            Op::Cancel(back) => world.cancel_recent(*back),
             Op::CancelChoice(key, choice) => world.cancel_choice(*key, *choice),
             Op::Pause(key, choice, paused) => world.pause(*key, *choice, *paused),
             Op::ClearCache => {

@@ -212,7 +212,7 @@ pub struct Client {
     released: [u32; 2],
     reserved: Vec<GroupReservation>,
     reported: Vec<Reported>,
-    /// The bytes of everything reported, as they were when the first token came.
+    /// The bytes of everything reported, as they were then.
     sent: Vec<Vec<u8>>,
     /// Copy layer by layer as reported, or all at once with the first token.
     lazy: bool,
@@ -302,6 +302,10 @@ impl World {
     pub fn cancel(&mut self, key: u64) {
         self.send_cancel(key);
         self.deliver();
+    }
+
+    pub fn cancel_recent(&mut self, back: u64) {
+        self.cancel(self.next.saturating_sub(1 + back));
     }
 
     fn send_cancel(&mut self, key: u64) {
@@ -529,7 +533,10 @@ impl World {
                         "reported twice"
                     );
                     client.reported.push(reported);
-                    if !client.lazy {
+                    let lazy = client.lazy;
+                    let bytes = self.bytes_of(reported);
+                    self.client(key).sent.push(bytes);
+                    if !lazy {
                         self.copy(key.0, reported);
                     }
                 }
@@ -570,8 +577,6 @@ impl World {
                         self.copy(key.0, reported);
                     }
                 }
-                let sent = self.bytes_sent(key.0);
-                self.client(key).sent = sent;
                 self.handoffs += 1;
                 let first = tokens.into_iter().map(|(token, _)| token).collect();
                 self.decode.send(Command::Commit { key, first });
@@ -609,29 +614,22 @@ impl World {
         self.decode.write(group, to, index, &bytes);
     }
 
-    fn bytes_sent(&self, key: u64) -> Vec<Vec<u8>> {
-        let layers = layout(16).groups;
-        self.clients[&key]
-            .reported
-            .iter()
-            .map(|(group, _, layer, block)| {
-                let index = layers[*group]
-                    .layers
-                    .iter()
-                    .position(|l| l == layer)
-                    .unwrap();
-                self.prefill.bytes(*group, *block, index)
-            })
-            .collect()
+    fn bytes_of(&self, (group, _, layer, block): Reported) -> Vec<u8> {
+        let layers = &layout(16).groups[group].layers;
+        let index = layers.iter().position(|l| *l == layer).unwrap();
+        self.prefill.bytes(group, block, index)
     }
 
-    /// Nothing changed a block between the first token and its release.
+    /// Nothing changed a block between its report and its release.
     fn check_sent(&self, key: u64) {
         let client = &self.clients[&key];
-        if !client.sent.is_empty() && client.released[1] == 0 {
+        if client.released[1] > 0 {
+            return;
+        }
+        for (reported, sent) in client.reported.iter().zip(&client.sent) {
             assert!(
-                self.bytes_sent(key) == client.sent,
-                "a pinned block of {key} was written"
+                self.bytes_of(*reported) == *sent,
+                "{reported:?} of request {key} was written after its report"
             );
         }
     }
