@@ -1,6 +1,7 @@
 //! The loop that owns all sequences: plan -> submit -> poll -> sample.
 //!
 //! ```text
+//! admission   what can be served, what it needs, what may wait
 //! commands    submit, commit, cancel, release ...           (between steps)
 //! carry_out   preempt, admit, reserve, take blocks          (a plan becomes a step)
 //! results     computed positions, draws, forks, ends        (a step becomes tokens)
@@ -11,6 +12,7 @@
 //! One owner, no locks, no clock but the `now` it is given: tests drive it command by
 //! command and step by step. [`crate::engine::Engine`] runs it on a thread.
 
+mod admission;
 mod carry_out;
 mod commands;
 mod integrity;

@@ -9,7 +9,11 @@
 //! noticed each of them.
 #![allow(unsafe_code)]
 
+mod client;
 mod fake;
+mod machine;
+mod peers;
+mod pools;
 mod scenarios;
 mod threads;
 mod traffic;

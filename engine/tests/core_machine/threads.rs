@@ -9,8 +9,8 @@ use baton_engine::engine::{Engine, SendError};
 use baton_engine::kv::KvMemory;
 
 use crate::fake::{FakeExecutor, PANIC_TOKEN, Tally, facts, layout, oracle};
+use crate::machine::{Sizes, config};
 use crate::scenarios::local;
-use crate::world::{Sizes, config};
 
 fn start() -> (Engine, Receiver<Event>) {
     let layout = layout(16);

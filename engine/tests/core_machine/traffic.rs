@@ -10,7 +10,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestRunner};
 
 use crate::fake::ORDINARY;
-use crate::world::{Sizes, World};
+use crate::machine::Sizes;
+use crate::world::World;
 
 /// A request as the generator describes it.
 #[derive(Clone, Debug)]
