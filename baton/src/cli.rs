@@ -9,6 +9,8 @@ use baton_proto::kv_layout::KvDtype;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand};
 
+use crate::commands::bench::flags::BenchCommand;
+
 /// A disaggregated LLM serving cluster: prefill and decode in separate pools.
 #[derive(Debug, Parser)]
 #[command(
@@ -45,6 +47,9 @@ pub enum CliCommand {
     Generate(Box<GenerateArgs>),
     /// Talk to a model in the terminal.
     Chat(Box<ChatArgs>),
+    /// Measure a running server: latency, throughput, and what long prompts do to others.
+    #[command(subcommand)]
+    Bench(BenchCommand),
     /// Fetch, list and inspect models.
     #[command(subcommand)]
     Model(ModelCommand),

@@ -1,5 +1,6 @@
 //! What each subcommand does.
 
+pub mod bench;
 pub mod chat;
 pub mod generate;
 pub mod model;
@@ -18,6 +19,7 @@ use crate::cli::CliCommand;
 /// What a person should read.
 pub fn run(command: CliCommand) -> anyhow::Result<()> {
     match command {
+        CliCommand::Bench(command) => bench::run(command),
         CliCommand::Model(command) => model::run(command),
         CliCommand::Up(args) => up::run(*args),
         CliCommand::Router(args) => roles::router(*args),

@@ -1,0 +1,64 @@
+//! `baton bench`: a load generator for a running server.
+//!
+//! ```text
+//! flags         the command line
+//! lengths       distributions of token counts
+//! workload      what is sent and when, drawn from a seed before the run
+//! client        the server under test: baton.v1 over gRPC, or /v1/completions
+//! sample        what the client saw of one request; the gaps between tokens
+//! load          many requests -> latency, throughput, goodput
+//! phases        which gaps a long prompt disturbed
+//! interference  running streams, long prompts arriving -> disturbed against quiet
+//! cost          CPU time of client, server and others during a run
+//! report        tables, progress bar, JSON
+//! ```
+//!
+//! The client usually shares the machine with the server, so it is one thread, draws
+//! its workload beforehand and states the CPU time it took. It measures from outside
+//! only: nothing here reads a server's own metrics.
+
+mod client;
+mod cost;
+pub mod flags;
+mod interference;
+mod lengths;
+mod load;
+mod phases;
+mod report;
+mod sample;
+mod workload;
+
+use anyhow::Context as _;
+
+use client::Client;
+use flags::{BenchCommand, InterferenceArgs, LoadArgs};
+
+/// Runs one benchmark and prints its result.
+///
+/// # Errors
+/// A server that cannot be driven, or a result that cannot be written.
+pub fn run(command: BenchCommand) -> anyhow::Result<()> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .context("start the runtime")?;
+    match command {
+        BenchCommand::Load(args) => runtime.block_on(run_load(&args)),
+        BenchCommand::Interference(args) => runtime.block_on(run_interference(&args)),
+    }
+}
+
+async fn run_load(args: &LoadArgs) -> anyhow::Result<()> {
+    let client = Client::connect(&args.target).await?;
+    let result = load::run(args, &client).await?;
+    report::publish(&result, &result.table(), &args.report)
+}
+
+async fn run_interference(args: &InterferenceArgs) -> anyhow::Result<()> {
+    let client = Client::connect(&args.target).await?;
+    let result = interference::run(args, &client).await?;
+    report::publish(&result, &result.table(), &args.report)
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,165 @@
+//! The flags of `baton bench`.
+
+use std::path::PathBuf;
+
+use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
+
+use super::lengths::Lengths;
+
+#[derive(Clone, Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Send many requests, by the clock or by a number of clients, and sum up latency
+    /// and throughput.
+    Load(Box<LoadArgs>),
+    /// Watch running streams while long prompts arrive, and compare their token gaps
+    /// with the quiet ones.
+    Interference(Box<InterferenceArgs>),
+}
+
+/// The protocol that is spoken to the server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, ValueEnum)]
+#[serde(rename_all = "lowercase")]
+pub enum Api {
+    /// baton.v1 over gRPC, at --connect.
+    Grpc,
+    /// /v1/completions with server-sent events, at --url.
+    Openai,
+}
+
+/// Which server is driven, and how.
+#[derive(Clone, Debug, Args)]
+pub struct TargetArgs {
+    /// Protocol: grpc, or openai for any server with /v1/completions, llama.cpp's included.
+    #[arg(long, env = "BATON_API", value_enum, default_value = "grpc")]
+    pub api: Api,
+    /// Router to drive with --api grpc.
+    #[arg(
+        long,
+        env = "BATON_CONNECT",
+        default_value = "127.0.0.1:50051",
+        value_name = "HOST:PORT"
+    )]
+    pub connect: String,
+    /// Server to drive with --api openai, without the /v1.
+    #[arg(long, env = "BATON_URL", default_value = "http://127.0.0.1:8000")]
+    pub url: String,
+    /// Model to ask for [default: the first that the server lists].
+    #[arg(long, env = "BATON_MODEL_NAME")]
+    pub model_name: Option<String>,
+    /// Bearer key, if the server wants one.
+    #[arg(long, env = "BATON_API_KEY", hide_env_values = true)]
+    pub api_key: Option<String>,
+    /// JSON object laid over every request's body with --api openai; null removes a key.
+    #[arg(long, env = "BATON_BODY", value_name = "JSON")]
+    pub body: Option<String>,
+    /// Vocabulary that prompt ids are drawn from [default: the model's, or 32000 with --api openai].
+    #[arg(long, env = "BATON_VOCAB_SIZE", value_parser = clap::value_parser!(u32).range(1..))]
+    pub vocab_size: Option<u32>,
+    /// Names the prompts, lengths and arrivals: the same seed sends the same load.
+    #[arg(long, env = "BATON_SEED", default_value_t = 1)]
+    pub seed: u64,
+    /// What one request gets before it counts as failed.
+    #[arg(long, env = "BATON_REQUEST_TIMEOUT_MS", default_value_t = 600_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub request_timeout_ms: u64,
+    /// Process of the server on this machine, to state its share of the cores.
+    #[arg(long, env = "BATON_SERVER_PID", value_name = "PID")]
+    pub server_pid: Option<u32>,
+}
+
+/// Where results go.
+#[derive(Clone, Debug, Args)]
+pub struct ReportArgs {
+    /// Print JSON instead of the table.
+    #[arg(long, env = "BATON_JSON")]
+    pub json: bool,
+    /// Also write the JSON to this file.
+    #[arg(long, env = "BATON_OUTPUT", value_name = "FILE")]
+    pub output: Option<PathBuf>,
+    /// No progress bar.
+    #[arg(long, env = "BATON_QUIET")]
+    pub quiet: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct LoadArgs {
+    #[command(flatten)]
+    pub target: TargetArgs,
+    /// Open loop: requests per second that arrive as a Poisson process, whatever the
+    /// server does.
+    #[arg(long, env = "BATON_RATE", value_name = "PER_SECOND", value_parser = positive, conflicts_with = "concurrency")]
+    pub rate: Option<f64>,
+    /// Closed loop: clients that each send their next request when the last one ended
+    /// [default: 8 without --rate].
+    #[arg(long, env = "BATON_CONCURRENCY", value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub concurrency: Option<u32>,
+    /// Requests that are measured.
+    #[arg(long, env = "BATON_REQUESTS", default_value_t = 48, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub requests: u32,
+    /// Requests sent one by one before measuring, so that the server is warm.
+    #[arg(long, env = "BATON_WARMUP_REQUESTS", default_value_t = 2, value_parser = clap::value_parser!(u32).range(0..=10_000))]
+    pub warmup_requests: u32,
+    /// Prompt tokens: fixed:N, uniform:A-B or lognormal:MEAN,SIGMA.
+    #[arg(
+        long,
+        env = "BATON_PROMPT_TOKENS",
+        default_value = "fixed:256",
+        value_name = "LENGTHS"
+    )]
+    pub prompt_tokens: Lengths,
+    /// New tokens: fixed:N, uniform:A-B or lognormal:MEAN,SIGMA.
+    #[arg(
+        long,
+        env = "BATON_OUTPUT_TOKENS",
+        default_value = "fixed:64",
+        value_name = "LENGTHS"
+    )]
+    pub output_tokens: Lengths,
+    /// Leading prompt tokens that all requests share; 0 lets no prefix cache help.
+    #[arg(long, env = "BATON_SHARED_PREFIX", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
+    pub shared_prefix: u32,
+    /// Time to first token within which a request counts as good.
+    #[arg(long, env = "BATON_SLO_TTFT_MS", value_parser = positive)]
+    pub slo_ttft_ms: Option<f64>,
+    /// Mean token gap of a request (its TPOT) within which it counts as good.
+    #[arg(long, env = "BATON_SLO_ITL_MS", value_parser = positive)]
+    pub slo_itl_ms: Option<f64>,
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct InterferenceArgs {
+    #[command(flatten)]
+    pub target: TargetArgs,
+    /// Streams that decode all the time.
+    #[arg(long, env = "BATON_STREAMS", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=4096))]
+    pub streams: u32,
+    /// Prompt tokens of a running stream.
+    #[arg(long, env = "BATON_STREAM_PROMPT_TOKENS", default_value_t = 64, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub stream_prompt_tokens: u32,
+    /// New tokens of a running stream; one that ends is replaced.
+    #[arg(long, env = "BATON_STREAM_TOKENS", default_value_t = 3_500, value_parser = clap::value_parser!(u32).range(2..=1 << 20))]
+    pub stream_tokens: u32,
+    /// Long prompts that arrive, one after another.
+    #[arg(long, env = "BATON_INJECTIONS", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=10_000))]
+    pub injections: u32,
+    /// Tokens of each of them.
+    #[arg(long, env = "BATON_INJECTION_PROMPT_TOKENS", default_value_t = 2_000, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub injection_prompt_tokens: u32,
+    /// New tokens that each of them asks for.
+    #[arg(long, env = "BATON_INJECTION_TOKENS", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=1 << 20))]
+    pub injection_tokens: u32,
+    /// Quiet time before, between and after the injections.
+    #[arg(long, env = "BATON_QUIET_MS", default_value_t = 3_000, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
+    pub quiet_ms: u64,
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+fn positive(text: &str) -> Result<f64, String> {
+    match text.parse::<f64>() {
+        Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
+        _ => Err("give a number above 0".to_owned()),
+    }
+}
