@@ -104,6 +104,22 @@ impl Registration {
         ended(end, &id).map_or(Ok(()), Err)
     }
 
+    /// Resolves when another process has taken the worker's id: this one is no longer
+    /// listed and should stop.
+    ///
+    /// *Cancel safety*: safe.
+    pub async fn superseded(&self) -> Epoch {
+        let mut state = self.state.clone();
+        loop {
+            if let RegistrationState::Superseded { by } = *state.borrow_and_update() {
+                return by;
+            }
+            if state.changed().await.is_err() {
+                std::future::pending::<()>().await;
+            }
+        }
+    }
+
     /// Publishes another record of the same worker and waits until it is stored.
     ///
     /// # Errors
