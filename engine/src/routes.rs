@@ -96,7 +96,9 @@ impl EventRoutes {
 
     fn lock(&self) -> std::sync::MutexGuard<'_, HashMap<RequestKey, Mailbox>> {
         // A mailbox that panicked leaves the table whole.
-        self.mailboxes.lock().unwrap_or_else(PoisonError::into_inner)
+        self.mailboxes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -111,7 +113,10 @@ mod tests {
             key: RequestKey(key),
             choice: 0,
             index,
-            token: SampledToken { id: index, logprob: None },
+            token: SampledToken {
+                id: index,
+                logprob: None,
+            },
         }
     }
 

@@ -27,7 +27,10 @@ impl Engine {
     ) -> Result<Self, Error> {
         config.validate()?;
         let device = |error: &dyn std::fmt::Display| {
-            Error::Config(baton_proto::Error::new(ErrorKind::Internal, error.to_string()))
+            Error::Config(baton_proto::Error::new(
+                ErrorKind::Internal,
+                error.to_string(),
+            ))
         };
         let layout = model.kv_layout(config.block_size, config.kv_dtype);
         let memory = KvMemory::allocate(layout.clone(), &config.pool_blocks(&layout))?;

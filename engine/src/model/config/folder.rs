@@ -5,8 +5,8 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::{
-    BiasConfig, GateActivation, LayerConfig, ModelConfig, Pairing, RopeConfig, RopeScaling,
-    check_shape,
+    BiasConfig, GateActivation, LAYERS_MAX, LayerConfig, ModelConfig, Pairing, RopeConfig,
+    RopeScaling, check_shape,
 };
 use crate::model::error::Error;
 use crate::model::family::{Family, Windows};
@@ -36,6 +36,13 @@ pub(crate) fn read(
     }
     let hidden = keys.size("hidden_size")?;
     let layers = keys.size("num_hidden_layers")?;
+    // Before anything is laid out per layer.
+    if layers > LAYERS_MAX {
+        return Err(keys.error(
+            "num_hidden_layers",
+            format!("{layers} is not in 1..={LAYERS_MAX}"),
+        ));
+    }
     let heads = keys.size("num_attention_heads")?;
     let head_dim = match keys.optional_size("head_dim")?.or(family.head_dim_default) {
         Some(head_dim) => head_dim,

@@ -1,6 +1,8 @@
 //! [`ModelConfig`] from the metadata of a GGUF file.
 
-use super::{BiasConfig, LayerConfig, ModelConfig, RopeConfig, RopeScaling, check_shape};
+use super::{
+    BiasConfig, LAYERS_MAX, LayerConfig, ModelConfig, RopeConfig, RopeScaling, check_shape,
+};
 use crate::model::error::Error;
 use crate::model::family::{Family, Windows};
 use crate::model::gguf::{Gguf, Value};
@@ -30,6 +32,13 @@ pub(crate) fn read(
     };
     let hidden = keys.size("embedding_length")?;
     let layers = keys.size("block_count")?;
+    // Before anything is laid out per layer.
+    if layers > LAYERS_MAX {
+        return Err(keys.error(
+            "block_count",
+            format!("{layers} is not in 1..={LAYERS_MAX}"),
+        ));
+    }
     let heads = keys.size("attention.head_count")?;
     let kv_heads = keys.size_or("attention.head_count_kv", heads)?;
     let head_dim = match keys.optional_size("attention.key_length")? {
