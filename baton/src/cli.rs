@@ -11,13 +11,14 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::commands::bench::flags::BenchCommand;
 
+mod help;
+
 /// A disaggregated LLM serving cluster: prefill and decode in separate pools.
 #[derive(Debug, Parser)]
 #[command(
     name = "baton",
     version,
-    about,
-    after_help = "Start a whole cluster on this machine:\n  baton up\nAsk it something:\n  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\\n    -d '{\"messages\":[{\"role\":\"user\",\"content\":\"Hello!\"}]}'"
+    after_help = help::BATON
 )]
 pub struct Cli {
     /// TOML file with defaults for all flags: a table per subcommand, keys as the flags.
@@ -36,22 +37,28 @@ pub struct Cli {
 #[derive(Debug, Subcommand)]
 pub enum CliCommand {
     /// Run a whole cluster in this process: router, prefill and decode workers.
+    #[command(after_help = help::UP)]
     Up(Box<UpArgs>),
     /// Run a router: the front doors, admission and placement.
+    #[command(after_help = help::ROUTER)]
     Router(Box<RouterRoleArgs>),
     /// Run a prefill worker: computes prompts and ships their KV cache.
+    #[command(after_help = help::PREFILL)]
     Prefill(Box<PrefillRoleArgs>),
     /// Run a decode worker: continues sequences with continuous batching.
+    #[command(after_help = help::DECODE)]
     Decode(Box<DecodeRoleArgs>),
     /// Generate from one prompt and stream it to standard output.
+    #[command(after_help = help::GENERATE)]
     Generate(Box<GenerateArgs>),
     /// Talk to a model in the terminal.
+    #[command(after_help = help::CHAT)]
     Chat(Box<ChatArgs>),
     /// Measure a running server: latency, throughput, and what long prompts do to others.
-    #[command(subcommand)]
+    #[command(subcommand, after_help = help::BENCH)]
     Bench(BenchCommand),
     /// Fetch, list and inspect models.
-    #[command(subcommand)]
+    #[command(subcommand, after_help = help::MODEL)]
     Model(ModelCommand),
 }
 
@@ -65,8 +72,16 @@ impl CliCommand {
     }
 }
 
+/// An address to listen at.
+fn address(text: &str) -> Result<SocketAddr, String> {
+    text.parse().map_err(|_| {
+        "an address is IP:PORT, for example 127.0.0.1:8000, 0.0.0.0:8000 or [::1]:8000".to_owned()
+    })
+}
+
 /// Which model is served and under what name.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Model")]
 pub struct ModelArgs {
     /// GGUF file, Hugging Face folder, short name (see `baton model list`), or
     /// hf:owner/repo[:file].
@@ -82,6 +97,7 @@ pub struct ModelArgs {
 
 /// How an engine lays out and schedules its work.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Engine")]
 pub struct EngineArgs {
     /// Token positions in a KV block.
     #[arg(long, env = "BATON_BLOCK_SIZE", default_value = "16", value_parser = PossibleValuesParser::new(["16", "32", "64", "128"]).map(|text| text.parse::<u32>().unwrap_or(16)))]
@@ -111,22 +127,13 @@ pub struct EngineArgs {
 
 /// TLS of one port: PEM files.
 #[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "TLS")]
 pub struct TlsArgs {
     /// Certificate chain of this process (PEM).
-    #[arg(
-        long,
-        env = "BATON_TLS_CERTIFICATE",
-        value_name = "FILE",
-        requires = "tls_key"
-    )]
+    #[arg(long, env = "BATON_TLS_CERTIFICATE", value_name = "FILE")]
     pub tls_certificate: Option<PathBuf>,
     /// Private key of this process (PEM).
-    #[arg(
-        long,
-        env = "BATON_TLS_KEY",
-        value_name = "FILE",
-        requires = "tls_certificate"
-    )]
+    #[arg(long, env = "BATON_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
     /// Authorities trusted for peers (PEM); makes client certificates mandatory.
     #[arg(long, env = "BATON_TLS_AUTHORITY", value_name = "FILE")]
@@ -135,12 +142,13 @@ pub struct TlsArgs {
 
 /// The front doors and the router's limits.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Front doors and limits")]
 pub struct RouterArgs {
     /// Address of the HTTP front door (OpenAI shape).
-    #[arg(long, env = "BATON_HTTP", default_value = "127.0.0.1:8000")]
+    #[arg(long, env = "BATON_HTTP", default_value = "127.0.0.1:8000", value_parser = address)]
     pub http: SocketAddr,
     /// Address of the gRPC front door.
-    #[arg(long, env = "BATON_GRPC", default_value = "127.0.0.1:50051")]
+    #[arg(long, env = "BATON_GRPC", default_value = "127.0.0.1:50051", value_parser = address)]
     pub grpc: SocketAddr,
     /// File of `key = tenant` lines (TOML strings). With it, every call needs a key.
     #[arg(long, env = "BATON_API_KEYS", value_name = "FILE")]
@@ -170,6 +178,7 @@ pub struct RouterArgs {
 
 /// How processes of a cluster find each other.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Cluster")]
 pub struct EtcdArgs {
     /// etcd URLs, comma separated.
     #[arg(
@@ -190,15 +199,10 @@ pub struct EtcdArgs {
     #[arg(long, env = "BATON_ETCD_TTL_S", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=3600))]
     pub etcd_ttl_s: u64,
     /// etcd user name.
-    #[arg(long, env = "BATON_ETCD_USER", requires = "etcd_password")]
+    #[arg(long, env = "BATON_ETCD_USER")]
     pub etcd_user: Option<String>,
     /// etcd password; better given by the environment.
-    #[arg(
-        long,
-        env = "BATON_ETCD_PASSWORD",
-        hide_env_values = true,
-        requires = "etcd_user"
-    )]
+    #[arg(long, env = "BATON_ETCD_PASSWORD", hide_env_values = true)]
     pub etcd_password: Option<String>,
     /// Authorities trusted for etcd (PEM).
     #[arg(long, env = "BATON_ETCD_AUTHORITY", value_name = "FILE")]
@@ -207,18 +211,19 @@ pub struct EtcdArgs {
 
 /// What every worker process has.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Worker")]
 pub struct WorkerArgs {
     /// Name of this worker in the cluster; one live process per name [default: role and a random suffix].
     #[arg(long, env = "BATON_WORKER_ID")]
     pub worker_id: Option<String>,
     /// Address of the worker's gRPC services; port 0 takes a free one.
-    #[arg(long, env = "BATON_LISTEN", default_value = "127.0.0.1:0")]
+    #[arg(long, env = "BATON_LISTEN", default_value = "127.0.0.1:0", value_parser = address)]
     pub listen: SocketAddr,
     /// host:port that routers use [default: the bound address].
     #[arg(long, env = "BATON_ADVERTISE")]
     pub advertise: Option<String>,
     /// Address of /livez, /readyz and /metrics; port 0 takes a free one.
-    #[arg(long, env = "BATON_ADMIN", default_value = "127.0.0.1:0")]
+    #[arg(long, env = "BATON_ADMIN", default_value = "127.0.0.1:0", value_parser = address)]
     pub admin: SocketAddr,
     /// Threads of the engine [default: one per listed core, else 1].
     #[arg(long, env = "BATON_THREADS", value_parser = clap::value_parser!(u32).range(1..=1024))]
@@ -250,6 +255,7 @@ pub struct UpArgs {
 
 /// How many workers a process runs, and on what.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Workers in this process")]
 pub struct PoolArgs {
     /// Prefill workers; 0 lets decode workers compute every prompt themselves.
     #[arg(long, env = "BATON_PREFILL_WORKERS", default_value_t = 1, value_parser = clap::value_parser!(u32).range(0..=64))]
@@ -282,22 +288,13 @@ pub struct RouterRoleArgs {
 
 /// TLS of the router towards workers.
 #[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "TLS towards workers")]
 pub struct WorkerTlsArgs {
     /// Certificate the router shows to workers (PEM).
-    #[arg(
-        long,
-        env = "BATON_WORKER_TLS_CERTIFICATE",
-        value_name = "FILE",
-        requires = "worker_tls_key"
-    )]
+    #[arg(long, env = "BATON_WORKER_TLS_CERTIFICATE", value_name = "FILE")]
     pub worker_tls_certificate: Option<PathBuf>,
     /// Its private key (PEM).
-    #[arg(
-        long,
-        env = "BATON_WORKER_TLS_KEY",
-        value_name = "FILE",
-        requires = "worker_tls_certificate"
-    )]
+    #[arg(long, env = "BATON_WORKER_TLS_KEY", value_name = "FILE")]
     pub worker_tls_key: Option<PathBuf>,
     /// Authorities trusted for workers (PEM); turns TLS towards them on.
     #[arg(long, env = "BATON_WORKER_TLS_AUTHORITY", value_name = "FILE")]
@@ -330,7 +327,7 @@ pub struct DecodeRoleArgs {
     #[command(flatten)]
     pub worker: WorkerArgs,
     /// Address that prefill workers send KV to; port 0 takes a free one.
-    #[arg(long, env = "BATON_DATA_LISTEN", default_value = "127.0.0.1:0")]
+    #[arg(long, env = "BATON_DATA_LISTEN", default_value = "127.0.0.1:0", value_parser = address)]
     pub data_listen: SocketAddr,
     /// host:port that prefill workers use [default: the bound data address].
     #[arg(long, env = "BATON_DATA_ADVERTISE")]
@@ -343,15 +340,26 @@ pub struct DecodeRoleArgs {
 
 /// How tokens are drawn.
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// New tokens at most [default: what the context leaves, at most 512].
     #[arg(long, env = "BATON_MAX_TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_tokens: Option<u32>,
     /// 0 is greedy.
-    #[arg(long, env = "BATON_TEMPERATURE", default_value_t = 0.7)]
+    #[arg(
+        long,
+        env = "BATON_TEMPERATURE",
+        default_value_t = 0.7,
+        allow_negative_numbers = true
+    )]
     pub temperature: f32,
     /// Keep the smallest set of tokens with this probability.
-    #[arg(long, env = "BATON_TOP_P", default_value_t = 0.95)]
+    #[arg(
+        long,
+        env = "BATON_TOP_P",
+        default_value_t = 0.95,
+        allow_negative_numbers = true
+    )]
     pub top_p: f32,
     /// Keep the k most probable tokens; 0 keeps all.
     #[arg(long, env = "BATON_TOP_K", default_value_t = 0)]
@@ -405,10 +413,13 @@ pub struct ChatArgs {
 #[derive(Clone, Debug, Subcommand)]
 pub enum ModelCommand {
     /// Fetch a model into the cache folder and print its path.
+    #[command(after_help = help::MODEL_FETCH)]
     Fetch(ModelFetchArgs),
     /// List the models with a short name and whether they are here.
+    #[command(after_help = help::MODEL_LIST)]
     List(ModelListArgs),
     /// Show what is in a model: sizes, layers, tokenizer, weight formats.
+    #[command(after_help = help::MODEL_INSPECT)]
     Inspect(ModelFetchArgs),
 }
 

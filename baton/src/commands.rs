@@ -8,6 +8,8 @@ pub mod roles;
 pub mod source;
 pub mod up;
 
+use std::time::{Duration, Instant};
+
 use anyhow::Context as _;
 use tokio_util::sync::CancellationToken;
 
@@ -30,6 +32,24 @@ pub fn run(command: CliCommand) -> anyhow::Result<()> {
     }
 }
 
+/// Whoever read standard output has gone. Nothing is left to say to anybody.
+#[derive(Debug, thiserror::Error)]
+#[error("standard output was closed")]
+pub struct OutputClosed;
+
+/// Writes to standard output at once.
+///
+/// # Errors
+/// [`OutputClosed`] for a reader that has gone, or what the system reports.
+pub(crate) fn print(text: &str) -> anyhow::Result<()> {
+    use std::io::Write as _;
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Err(OutputClosed.into()),
+        written => written.context("write to standard output"),
+    }
+}
+
 /// A runtime for the roles' I/O. Engines have their own threads.
 pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
     tokio::runtime::Builder::new_multi_thread()
@@ -39,7 +59,11 @@ pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .context("start the runtime")
 }
 
-/// Cancelled by SIGTERM or Ctrl-C; a second one ends the process at once.
+/// One wish to stop may arrive as several signals: a terminal or `timeout` sends it to
+/// the process and to its group.
+const SIGNAL_ECHO: Duration = Duration::from_millis(500);
+
+/// Cancelled by SIGTERM or Ctrl-C; a later second one ends the process at once.
 pub(crate) fn shutdown_signal() -> anyhow::Result<CancellationToken> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate()).context("watch SIGTERM")?;
@@ -48,17 +72,24 @@ pub(crate) fn shutdown_signal() -> anyhow::Result<CancellationToken> {
     let cancelled = token.clone();
     // Lives as long as the process: the only thing that may end it early.
     tokio::spawn(async move {
-        for last in [false, true] {
+        let mut first: Option<Instant> = None;
+        loop {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
             }
-            if last {
-                tracing::warn!("second signal: leaving at once");
-                std::process::exit(130);
+            match first {
+                None => {
+                    first = Some(Instant::now());
+                    tracing::info!("signal received: draining");
+                    cancelled.cancel();
+                }
+                Some(first) if first.elapsed() < SIGNAL_ECHO => {}
+                Some(_) => {
+                    tracing::warn!("second signal: leaving at once");
+                    std::process::exit(130);
+                }
             }
-            tracing::info!("signal received: draining");
-            cancelled.cancel();
         }
     });
     Ok(token)

@@ -3,7 +3,8 @@
 //! The flags *are* the configuration: each has an environment variable, and a file
 //! given by `--config` (or `BATON_CONFIG`) supplies defaults. Order of precedence:
 //! flag, environment, file, built-in default. A file has a table per subcommand
-//! whose keys are the flags' names; top-level keys are the global flags:
+//! whose keys are the flags' names, nested as the commands are (`[bench.load]`);
+//! top-level keys are the global flags:
 //!
 //! ```toml
 //! log = "info"
@@ -19,7 +20,7 @@
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 
-use clap::{Arg, Command, CommandFactory as _, FromArgMatches as _};
+use clap::{Arg, ArgAction, Command, CommandFactory as _, FromArgMatches as _};
 
 use crate::cli::Cli;
 
@@ -29,7 +30,7 @@ pub enum Error {
     /// Clap's own message, with usage; also `--help` and `--version`.
     #[error(transparent)]
     Flags(#[from] clap::Error),
-    #[error("read config file `{path}`: {source}")]
+    #[error("`--config {path}`: cannot read the file")]
     Read {
         path: PathBuf,
         source: std::io::Error,
@@ -56,7 +57,7 @@ pub enum Error {
 /// Each names the flag or key, the value and what is allowed.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Error> {
     let args: Vec<OsString> = args.into_iter().collect();
-    let mut command = Cli::command();
+    let mut command = with_switches(Cli::command());
     if let Some(path) = config_path(&args) {
         let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
             path: path.clone(),
@@ -87,68 +88,87 @@ fn config_path(args: &[OsString]) -> Option<PathBuf> {
 }
 
 /// Makes the file's values the defaults of the flags they name.
-fn with_file(mut command: Command, path: &Path, text: &str) -> Result<Command, Error> {
+fn with_file(command: Command, path: &Path, text: &str) -> Result<Command, Error> {
     let table: toml::Table = text
         .parse()
         .map_err(|error: toml::de::Error| Error::Syntax {
             path: path.to_owned(),
-            message: error.to_string(),
+            message: error.to_string().trim_end().to_owned(),
         })?;
+    with_table(command, path, table)
+}
+
+/// One table: flags of this command, and tables of its subcommands.
+fn with_table(mut command: Command, path: &Path, table: toml::Table) -> Result<Command, Error> {
     for (key, value) in table {
-        let is_command = command.find_subcommand(&key).is_some();
         match value {
-            toml::Value::Table(inner) if is_command => {
+            toml::Value::Table(inner) if command.find_subcommand(&key).is_some() => {
                 let mut failed = None;
                 command = command.mut_subcommand(&key, |sub| {
-                    inner.into_iter().fold(sub, |sub, (flag, value)| {
-                        set_default(sub, path, &flag, value).unwrap_or_else(|(sub, error)| {
-                            failed.get_or_insert(error);
-                            sub
-                        })
+                    with_table(sub, path, inner).unwrap_or_else(|error| {
+                        failed = Some(error);
+                        // Nobody sees it: the error ends the parsing.
+                        Command::new("failed")
                     })
                 });
                 if let Some(error) = failed {
                     return Err(error);
                 }
             }
-            value => {
-                command = set_default(command, path, &key, value).map_err(|(_, error)| error)?;
-            }
+            value => command = with_default(command, path, &key, &value)?,
         }
     }
     Ok(command)
 }
 
-/// On failure the command comes back unchanged beside the error.
-#[allow(clippy::result_large_err)]
-fn set_default(
+fn with_default(
     command: Command,
     path: &Path,
     key: &str,
-    value: toml::Value,
-) -> Result<Command, (Command, Error)> {
+    value: &toml::Value,
+) -> Result<Command, Error> {
     let id = key.replace('-', "_");
     if !command
         .get_arguments()
         .any(|arg| is_settable(arg) && arg.get_id() == id.as_str())
     {
-        let known = known_keys(&command);
-        let error = Error::UnknownKey {
+        return Err(Error::UnknownKey {
             path: path.to_owned(),
             key: key.to_owned(),
-            known,
-        };
-        return Err((command, error));
+            known: known_keys(&command),
+        });
     }
-    let Some(values) = as_texts(&value) else {
-        let error = Error::Type {
+    let Some(values) = as_texts(value) else {
+        return Err(Error::Type {
             path: path.to_owned(),
             key: key.to_owned(),
             expected: "a text, a number, true or false, or a list of these",
-        };
-        return Err((command, error));
+        });
     };
-    Ok(command.mut_arg(id, |arg| arg.default_values(values)))
+    Ok(command.mut_arg(id, |arg| arg.required(false).default_values(values)))
+}
+
+/// Lets flags without a value be `1`, `yes` or `on` in the environment as well as `true`.
+fn with_switches(command: Command) -> Command {
+    let names: Vec<String> = command
+        .get_subcommands()
+        .map(|sub| sub.get_name().to_owned())
+        .collect();
+    let command = command.mut_args(|arg| match arg.get_action() {
+        ArgAction::SetTrue => arg.value_parser(switch),
+        _ => arg,
+    });
+    names.into_iter().fold(command, |command, name| {
+        command.mut_subcommand(name, with_switches)
+    })
+}
+
+fn switch(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "true" | "yes" | "on" | "1" => Ok(true),
+        "false" | "no" | "off" | "0" | "" => Ok(false),
+        _ => Err("not one of true, yes, on, 1, false, no, off, 0".to_owned()),
+    }
 }
 
 fn is_settable(arg: &Arg) -> bool {
@@ -210,6 +230,23 @@ mod tests {
         assert!(from_file.router.allow_anonymous);
         let with_flag = up(parse_with(file, &["up", "--kv-tokens", "8192"]).unwrap());
         assert_eq!(with_flag.engine.kv_tokens, 8192);
+    }
+
+    #[test]
+    fn nested_commands_and_required_flags_can_be_given_by_file() {
+        let file = "[model.list]\njson = true\n[router]\netcd = [\"http://a:1\", \"http://b:2\"]\n";
+        match parse_with(file, &["model", "list"]).unwrap().command {
+            CliCommand::Model(crate::cli::ModelCommand::List(list)) => assert!(list.json),
+            _ => panic!("not `model list`"),
+        }
+        match parse_with(file, &["router"]).unwrap().command {
+            CliCommand::Router(router) => {
+                assert_eq!(router.etcd.etcd, ["http://a:1", "http://b:2"])
+            }
+            _ => panic!("not `router`"),
+        }
+        let error = parse_with("[model.list]\njsno = true\n", &["up"]).unwrap_err();
+        assert!(error.to_string().contains("jsno"), "{error}");
     }
 
     #[test]

@@ -12,6 +12,8 @@ fn main() -> ExitCode {
     };
     match run(cli) {
         Ok(()) => ExitCode::SUCCESS,
+        // As a process ends that writes into a closed pipe.
+        Err(error) if error.is::<commands::OutputClosed>() => ExitCode::from(141),
         Err(error) => fail(&error),
     }
 }
@@ -27,11 +29,16 @@ fn run(cli: cli::Cli) -> anyhow::Result<()> {
     commands::run(cli.command)
 }
 
-/// One line a cause, on standard error.
+/// One line a cause, on standard error. A cause whose words an earlier line has
+/// already said is left out: many errors repeat what they wrap.
 fn fail(error: &anyhow::Error) -> ExitCode {
-    eprintln!("error: {error}");
-    for cause in error.chain().skip(1) {
-        eprintln!("  because: {cause}");
+    let mut said = format!("error: {error}");
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !said.contains(&cause) {
+            said.push_str("\n  because: ");
+            said.push_str(&cause);
+        }
     }
+    eprintln!("{said}");
     ExitCode::FAILURE
 }

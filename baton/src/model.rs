@@ -5,6 +5,7 @@
 //! locate      what --model means -> a path on this machine
 //! fetch       short name -> cache folder, with a progress bar and a checksum
 //! hub         hf:owner/repo[:file] -> cache folder, through hf-hub
+//! open        a path -> a loaded model, with a progress bar
 //! inspect     what is in a model file
 //! ```
 
@@ -13,3 +14,4 @@ pub mod fetch;
 pub mod hub;
 pub mod inspect;
 pub mod locate;
+pub mod open;

@@ -5,10 +5,10 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail};
 use baton_decode_worker::DecodeWorkerConfig;
 use baton_engine::config::{EngineConfig, PoolSize, Role};
-use baton_engine::model::{LoadOptions, Model};
+use baton_engine::model::Model;
 use baton_membership::{Credentials, Etcd, EtcdConfig, Membership};
 use baton_prefill_worker::PrefillWorkerConfig;
 use baton_proto::WorkerId;
@@ -19,7 +19,7 @@ use crate::cli::{
     DecodeRoleArgs, EngineArgs, EtcdArgs, ModelArgs, PrefillRoleArgs, RouterArgs, TlsArgs,
     WorkerArgs, WorkerTlsArgs,
 };
-use crate::model::{fetch, locate};
+use crate::model::{locate, open};
 
 /// A loaded model and the name it is served under.
 pub struct ServedModel {
@@ -34,18 +34,8 @@ pub struct ServedModel {
 pub fn load_model(args: &ModelArgs, quiet: bool) -> anyhow::Result<ServedModel> {
     let cache = locate::cache_folder(args.cache_dir.as_deref())?;
     let located = locate::locate(&args.model, &cache, quiet)?;
+    let model = open::open(&located, quiet)?;
     let name = args.model_name.clone().unwrap_or(located.name);
-    let bar = fetch::bytes_bar(0, &format!("loading {name}"), quiet);
-    let model = Model::open(
-        &located.path,
-        &LoadOptions::default(),
-        &mut |done, total| {
-            bar.set_length(total);
-            bar.set_position(done);
-        },
-    )
-    .with_context(|| format!("load model `{}`", located.path.display()))?;
-    bar.finish_and_clear();
     Ok(ServedModel { name, model })
 }
 
@@ -73,10 +63,17 @@ pub fn router_config(
     tls: &TlsArgs,
     worker_tls: &WorkerTlsArgs,
 ) -> anyhow::Result<RouterConfig> {
+    both_or_neither(
+        (
+            "--worker-tls-certificate",
+            &worker_tls.worker_tls_certificate,
+        ),
+        ("--worker-tls-key", &worker_tls.worker_tls_key),
+    )?;
     let config = RouterConfig {
         grpc: args.grpc,
         http: args.http,
-        tls: tls_settings(tls),
+        tls: tls_settings(tls)?,
         worker_tls: TlsSettings {
             certificate: worker_tls.worker_tls_certificate.clone(),
             key: worker_tls.worker_tls_key.clone(),
@@ -96,7 +93,7 @@ pub fn router_config(
         drain_ms: args.drain_ms,
         ..RouterConfig::default()
     };
-    config.validate()?;
+    config.validate().map_err(flag_error)?;
     Ok(config)
 }
 
@@ -113,13 +110,39 @@ fn read_api_keys(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
 }
 
 /// TLS of a port.
-pub fn tls_settings(args: &TlsArgs) -> TlsSettings {
-    TlsSettings {
+///
+/// # Errors
+/// A certificate without its key, or a key without its certificate.
+pub fn tls_settings(args: &TlsArgs) -> anyhow::Result<TlsSettings> {
+    both_or_neither(
+        ("--tls-certificate", &args.tls_certificate),
+        ("--tls-key", &args.tls_key),
+    )?;
+    Ok(TlsSettings {
         certificate: args.tls_certificate.clone(),
         key: args.tls_key.clone(),
         authority: args.tls_authority.clone(),
         peer_name: None,
+    })
+}
+
+/// Two settings that only mean something together, wherever each came from: one may be
+/// in the file and the other in the environment.
+fn both_or_neither<T>(a: (&str, &Option<T>), b: (&str, &Option<T>)) -> anyhow::Result<()> {
+    match (a.1.is_some(), b.1.is_some()) {
+        (true, false) => bail!("`{}` needs `{}` beside it", a.0, b.0),
+        (false, true) => bail!("`{}` needs `{}` beside it", b.0, a.0),
+        _ => Ok(()),
     }
+}
+
+/// A library's refusal of a setting, under the name that the command line gives it.
+pub(crate) fn flag_error(error: baton_proto::Error) -> anyhow::Error {
+    if error.field.is_empty() {
+        return error.into();
+    }
+    let flag = error.field.replace('_', "-");
+    anyhow::anyhow!("`--{flag}`: {}", error.message)
 }
 
 /// The etcd that the flags name. Connects lazily and keeps trying.
@@ -130,6 +153,10 @@ pub fn membership(args: &EtcdArgs) -> anyhow::Result<Arc<dyn Membership>> {
     let mut config = EtcdConfig::new(args.etcd.clone(), args.cluster.clone());
     config.generation.clone_from(&args.generation);
     config.ttl = Duration::from_secs(args.etcd_ttl_s);
+    both_or_neither(
+        ("--etcd-user", &args.etcd_user),
+        ("--etcd-password", &args.etcd_password),
+    )?;
     if let (Some(user), Some(password)) = (&args.etcd_user, &args.etcd_password) {
         config.credentials = Some(Credentials {
             user: user.clone(),
@@ -160,7 +187,13 @@ fn threads(args: &WorkerArgs) -> usize {
 }
 
 /// A prefill worker process's settings.
-pub fn prefill_config(args: &PrefillRoleArgs, model_name: &str) -> PrefillWorkerConfig {
+///
+/// # Errors
+/// As [`tls_settings`].
+pub fn prefill_config(
+    args: &PrefillRoleArgs,
+    model_name: &str,
+) -> anyhow::Result<PrefillWorkerConfig> {
     let mut engine = engine_config(&args.engine, Role::Prefill, model_name);
     engine.threads = threads(&args.worker);
     engine.cores.clone_from(&args.worker.cores);
@@ -168,14 +201,20 @@ pub fn prefill_config(args: &PrefillRoleArgs, model_name: &str) -> PrefillWorker
     config.listen = args.worker.listen;
     config.advertise.clone_from(&args.worker.advertise);
     config.admin_listen = Some(args.worker.admin);
-    config.tls = tls_settings(&args.tls);
+    config.tls = tls_settings(&args.tls)?;
     config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
     config.topology.clone_from(&args.worker.topology);
-    config
+    Ok(config)
 }
 
 /// A decode worker process's settings.
-pub fn decode_config(args: &DecodeRoleArgs, model_name: &str) -> DecodeWorkerConfig {
+///
+/// # Errors
+/// As [`tls_settings`].
+pub fn decode_config(
+    args: &DecodeRoleArgs,
+    model_name: &str,
+) -> anyhow::Result<DecodeWorkerConfig> {
     let mut engine = engine_config(&args.engine, Role::Decode, model_name);
     engine.threads = threads(&args.worker);
     engine.cores.clone_from(&args.worker.cores);
@@ -185,8 +224,8 @@ pub fn decode_config(args: &DecodeRoleArgs, model_name: &str) -> DecodeWorkerCon
     config.data_listen = Some(args.data_listen);
     config.data_advertise.clone_from(&args.data_advertise);
     config.admin_listen = Some(args.worker.admin);
-    config.tls = tls_settings(&args.tls);
+    config.tls = tls_settings(&args.tls)?;
     config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
     config.topology.clone_from(&args.worker.topology);
-    config
+    Ok(config)
 }

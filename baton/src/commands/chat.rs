@@ -1,16 +1,21 @@
 //! `baton chat`: a conversation in the terminal.
+//!
+//! Answers go to standard output. The prompt sign appears only where a person types;
+//! with lines from a pipe the output is the answers alone.
 
-use std::io::{BufRead as _, Write as _};
+use std::io::{BufRead as _, IsTerminal as _};
 
 use anyhow::{Context as _, bail};
 use baton_proto::v1;
 use futures::StreamExt as _;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
 
-use super::runtime;
 use super::source::{Source, chat_message};
+use super::{print, runtime};
 use crate::cli::ChatArgs;
 
-/// Talks until the end of input or `/quit`.
+/// Talks until the end of input, `/quit`, or Ctrl-C while nothing is being answered.
 ///
 /// # Errors
 /// Whatever the model, the cluster or the router reports before the first answer;
@@ -30,82 +35,149 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
                 source.model()
             );
         }
-        println!(
-            "talking to {}; /clear forgets, /quit or Ctrl-D ends",
-            source.model()
-        );
-        let talked = converse(&mut source, &args).await;
+        let interrupts = signal(SignalKind::interrupt()).context("watch Ctrl-C")?;
+        let person = std::io::stdin().is_terminal();
+        if person {
+            eprintln!(
+                "talking to {}; /clear forgets, Ctrl-C stops an answer, /quit or Ctrl-D ends",
+                source.model()
+            );
+        }
+        let mut talk = Talk {
+            source: &mut source,
+            args: &args,
+            lines: lines()?,
+            interrupts,
+            person,
+        };
+        let talked = talk.converse().await;
         let closed = source.close().await;
         talked.and(closed)
     })
 }
 
-async fn converse(source: &mut Source, args: &ChatArgs) -> anyhow::Result<()> {
-    let opening = || -> Vec<v1::ChatMessage> {
-        let system = args.system.as_deref();
-        system
+/// Lines of standard input. The reader is a thread that nobody waits for: a read from a
+/// terminal cannot be called off.
+fn lines() -> anyhow::Result<mpsc::Receiver<std::io::Result<String>>> {
+    let (sender, receiver) = mpsc::channel(1);
+    std::thread::Builder::new()
+        .name("baton-stdin".to_owned())
+        .spawn(move || {
+            for line in std::io::stdin().lock().lines() {
+                if sender.blocking_send(line).is_err() {
+                    break;
+                }
+            }
+        })
+        .context("start reading standard input")?;
+    Ok(receiver)
+}
+
+struct Talk<'a> {
+    source: &'a mut Source,
+    args: &'a ChatArgs,
+    lines: mpsc::Receiver<std::io::Result<String>>,
+    interrupts: Signal,
+    person: bool,
+}
+
+impl Talk<'_> {
+    async fn converse(&mut self) -> anyhow::Result<()> {
+        let opening: Vec<v1::ChatMessage> = self
+            .args
+            .system
+            .iter()
             .map(|text| chat_message("system", text))
-            .into_iter()
-            .collect()
-    };
-    let mut messages = opening();
-    while let Some(line) = read_line().await? {
-        match line.trim() {
-            "" => continue,
-            "/quit" => break,
-            "/clear" => {
-                messages = opening();
-                continue;
+            .collect();
+        let mut messages = opening.clone();
+        while let Some(line) = self.next_line().await? {
+            match line.trim() {
+                "" => continue,
+                "/quit" => break,
+                "/clear" => {
+                    messages.clone_from(&opening);
+                    continue;
+                }
+                words if words.starts_with('/') => {
+                    eprintln!("[`{words}` is not one of /clear, /quit]");
+                    continue;
+                }
+                words => messages.push(chat_message("user", words)),
             }
-            words => messages.push(chat_message("user", words)),
+            let chat = v1::Chat {
+                messages: messages.clone(),
+                ..v1::Chat::default()
+            };
+            match self.answer(chat).await? {
+                Some(text) => messages.push(chat_message("assistant", &text)),
+                None => drop(messages.pop()),
+            }
         }
-        let chat = v1::Chat {
-            messages: messages.clone(),
-            ..v1::Chat::default()
-        };
-        match answer(source, chat, args).await {
-            Ok(text) => messages.push(chat_message("assistant", &text)),
+        Ok(())
+    }
+
+    /// `None` at the end of input or on Ctrl-C.
+    async fn next_line(&mut self) -> anyhow::Result<Option<String>> {
+        if self.person {
+            print("> ")?;
+        }
+        tokio::select! {
+            line = self.lines.recv() => match line {
+                Some(line) => Ok(Some(line.context("read standard input")?)),
+                None => {
+                    if self.person {
+                        print("\n")?;
+                    }
+                    Ok(None)
+                }
+            },
+            _ = self.interrupts.recv() => {
+                print("\n")?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Streams one answer. `None` where it was refused or broke, which is said.
+    async fn answer(&mut self, chat: v1::Chat) -> anyhow::Result<Option<String>> {
+        use v1::generate_event::Event;
+        let prompt = v1::generate_request::Prompt::Chat(chat);
+        let mut events = match self.source.generate(prompt, &self.args.sampling).await {
+            Ok(events) => events,
             Err(error) => {
-                println!("\n[{error:#}]");
-                messages.pop();
+                eprintln!("[{error:#}]");
+                return Ok(None);
             }
-        }
-    }
-    Ok(())
-}
-
-/// One line of the user's; `None` at the end of input.
-async fn read_line() -> anyhow::Result<Option<String>> {
-    // A blocking read must not hold up the runtime's own threads.
-    tokio::task::spawn_blocking(|| {
-        print!("> ");
-        std::io::stdout().flush().context("write")?;
-        let mut line = String::new();
-        let read = std::io::stdin()
-            .lock()
-            .read_line(&mut line)
-            .context("read standard input")?;
-        Ok((read > 0).then_some(line))
-    })
-    .await
-    .context("read standard input")?
-}
-
-async fn answer(source: &mut Source, chat: v1::Chat, args: &ChatArgs) -> anyhow::Result<String> {
-    use v1::generate_event::Event;
-    let prompt = v1::generate_request::Prompt::Chat(chat);
-    let mut events = source.generate(prompt, &args.sampling).await?;
-    let mut text = String::new();
-    while let Some(event) = events.next().await {
-        let piece = match event?.event {
-            Some(Event::Tokens(tokens)) => tokens.text,
-            Some(Event::Finished(finished)) => finished.text,
-            _ => continue,
         };
-        print!("{piece}");
-        std::io::stdout().flush().context("write")?;
-        text.push_str(&piece);
+        let mut text = String::new();
+        loop {
+            let event = tokio::select! {
+                event = events.next() => event,
+                _ = self.interrupts.recv() => {
+                    print("\n")?;
+                    eprintln!("[stopped]");
+                    break;
+                }
+            };
+            let piece = match event {
+                None => {
+                    print("\n")?;
+                    break;
+                }
+                Some(Err(error)) => {
+                    print("\n")?;
+                    eprintln!("[{error:#}]");
+                    return Ok(None);
+                }
+                Some(Ok(event)) => match event.event {
+                    Some(Event::Tokens(tokens)) => tokens.text,
+                    Some(Event::Finished(finished)) => finished.text,
+                    _ => continue,
+                },
+            };
+            print(&piece)?;
+            text.push_str(&piece);
+        }
+        Ok(Some(text))
     }
-    println!();
-    Ok(text)
 }

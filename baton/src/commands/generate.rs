@@ -1,13 +1,13 @@
 //! `baton generate`: one prompt, streamed to standard output.
 
-use std::io::{Read as _, Write as _};
+use std::io::Read as _;
 
 use anyhow::Context as _;
 use baton_proto::v1;
 use futures::StreamExt as _;
 
-use super::runtime;
 use super::source::{Source, chat_message};
+use super::{print, runtime};
 use crate::cli::GenerateArgs;
 
 /// Generates and prints.
@@ -33,7 +33,7 @@ pub fn run(args: GenerateArgs) -> anyhow::Result<()> {
         } else {
             v1::generate_request::Prompt::Text(prompt)
         };
-        let printed = print(&mut source, prompt, &args).await;
+        let printed = stream(&mut source, prompt, &args).await;
         let closed = source.close().await;
         printed.and(closed)
     })
@@ -50,7 +50,7 @@ fn read_prompt(given: &str) -> anyhow::Result<String> {
     Ok(text)
 }
 
-async fn print(
+async fn stream(
     source: &mut Source,
     prompt: v1::generate_request::Prompt,
     args: &GenerateArgs,
@@ -58,7 +58,6 @@ async fn print(
     use v1::generate_event::Event;
     let mut events = source.generate(prompt, &args.sampling).await?;
     let mut text = String::new();
-    let mut out = std::io::stdout();
     let (mut seed, mut completed) = (0, v1::Completed::default());
     while let Some(event) = events.next().await {
         let piece = match event?.event {
@@ -77,9 +76,7 @@ async fn print(
         if args.json {
             text.push_str(&piece);
         } else {
-            out.write_all(piece.as_bytes())
-                .and_then(|()| out.flush())
-                .context("write")?;
+            print(&piece)?;
         }
     }
     let usage = completed.usage.unwrap_or_default();
@@ -101,9 +98,9 @@ async fn print(
             "decode_tokens_per_second": rate,
             "path": timings.path,
         });
-        println!("{report}");
+        print(&format!("{report}\n"))?;
     } else {
-        println!();
+        print("\n")?;
         eprintln!(
             "[{} prompt tokens, {} new, first after {:.0} ms, {rate:.1} tokens/s, {} path, seed {seed}]",
             usage.prompt_tokens,

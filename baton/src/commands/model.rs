@@ -1,5 +1,6 @@
 //! `baton model`: fetch, list, inspect.
 
+use super::print;
 use crate::cli::{ModelCommand, ModelFetchArgs, ModelListArgs};
 use crate::model::{catalogue, inspect, locate};
 
@@ -24,11 +25,10 @@ fn fetch(args: &ModelFetchArgs) -> anyhow::Result<()> {
     let located = find(args)?;
     if args.json {
         let report = serde_json::json!({ "name": located.name, "path": located.path });
-        println!("{report}");
+        print(&format!("{report}\n"))
     } else {
-        println!("{}", located.path.display());
+        print(&format!("{}\n", located.path.display()))
     }
-    Ok(())
 }
 
 fn list(args: &ModelListArgs) -> anyhow::Result<()> {
@@ -47,17 +47,17 @@ fn list(args: &ModelListArgs) -> anyhow::Result<()> {
         })
         .collect();
     if args.json {
-        println!("{}", serde_json::Value::Array(rows));
-        return Ok(());
+        return print(&format!("{}\n", serde_json::Value::Array(rows)));
     }
+    let mut table = String::new();
     for (model, row) in catalogue::CATALOGUE.iter().zip(&rows) {
         let here = if row["path"].is_null() {
             "not fetched"
         } else {
             "fetched"
         };
-        println!(
-            "{:24} {:>5} MB  {:11}  {} ({})",
+        table += &format!(
+            "{:24} {:>5} MB  {:11}  {} ({})\n",
             model.name,
             model.bytes / 1_000_000,
             here,
@@ -65,16 +65,15 @@ fn list(args: &ModelListArgs) -> anyhow::Result<()> {
             model.licence
         );
     }
-    Ok(())
+    print(&table)
 }
 
 fn inspect(args: &ModelFetchArgs) -> anyhow::Result<()> {
     let located = find(args)?;
-    let report = inspect::report(&located)?;
+    let report = inspect::report(&located, args.quiet)?;
     if args.json {
-        println!("{report}");
+        print(&format!("{report}\n"))
     } else {
-        inspect::print(&report);
+        print(&inspect::text(&report))
     }
-    Ok(())
 }

@@ -8,7 +8,7 @@ use baton_prefill_worker::PrefillWorker;
 use baton_router::Router;
 
 use super::up::bind;
-use super::{runtime, shutdown_signal};
+use super::{print, runtime, shutdown_signal};
 use crate::cli::{DecodeRoleArgs, ModelArgs, PrefillRoleArgs, RouterRoleArgs};
 use crate::cluster::{Doors, serve_doors};
 use crate::settings::{self, ServedModel};
@@ -26,7 +26,10 @@ pub fn router(args: RouterRoleArgs) -> anyhow::Result<()> {
         let (http_at, grpc_at) = (http.local_addr()?, grpc.local_addr()?);
         let membership = settings::membership(&args.etcd)?;
         let router = Router::start(config, Arc::clone(&membership))?;
-        println!("baton router: http://{http_at} grpc {grpc_at}");
+        // A process serves on although nobody reads this; likewise below.
+        drop(print(&format!(
+            "baton router: http://{http_at} grpc {grpc_at}\n"
+        )));
         let admin = router.frontend().admin_state();
         let served = serve_doors(&router, Some(Doors { http, grpc }), admin, shutdown).await;
         router.stop().await;
@@ -51,7 +54,7 @@ pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
         let shutdown = shutdown_signal()?;
         let membership = settings::membership(&args.etcd)?;
         let served = load(&args.model).await?;
-        let config = settings::prefill_config(&args, &served.name);
+        let config = settings::prefill_config(&args, &served.name)?;
         let id = config.worker_id.clone();
         let worker = PrefillWorker::start(config, served.model, Arc::clone(&membership)).await?;
         announce(
@@ -75,7 +78,7 @@ pub fn decode(args: DecodeRoleArgs) -> anyhow::Result<()> {
         let shutdown = shutdown_signal()?;
         let membership = settings::membership(&args.etcd)?;
         let served = load(&args.model).await?;
-        let config = settings::decode_config(&args, &served.name);
+        let config = settings::decode_config(&args, &served.name)?;
         let id = config.worker_id.clone();
         let worker = DecodeWorker::start(config, served.model, Arc::clone(&membership)).await?;
         announce(
@@ -99,5 +102,7 @@ fn announce(
     let admin = admin
         .map(|admin| format!(" metrics http://{admin}/metrics"))
         .unwrap_or_default();
-    println!("baton {role} `{id}`: control {control}{admin}");
+    drop(print(&format!(
+        "baton {role} `{id}`: control {control}{admin}\n"
+    )));
 }

@@ -13,7 +13,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::cli::{EngineArgs, ModelArgs, PoolArgs, SamplingArgs};
 use crate::cluster::{Cluster, start_private};
-use crate::settings::load_model;
+use crate::settings::{flag_error, load_model};
 
 /// The events of one request.
 pub type Events = Pin<Box<dyn Stream<Item = anyhow::Result<v1::GenerateEvent>> + Send>>;
@@ -51,6 +51,7 @@ impl Source {
             let models = client
                 .list_models(v1::ListModelsRequest {})
                 .await
+                .map_err(|status| status::from_status(&status))
                 .with_context(|| format!("`--connect {address}`: no router answers there"))?
                 .into_inner()
                 .models;
@@ -136,7 +137,7 @@ impl Source {
         match self {
             Self::Own { frontend, .. } => {
                 let call = CallContext::new(Tenant::new(ANONYMOUS));
-                let events = frontend.generate(request, call).await?;
+                let events = frontend.generate(request, call).await.map_err(flag_error)?;
                 Ok(Box::pin(
                     events.map(|event| event.map_err(anyhow::Error::from)),
                 ))
@@ -145,7 +146,7 @@ impl Source {
                 let events = client
                     .generate(request)
                     .await
-                    .map_err(|status| status::from_status(&status))?;
+                    .map_err(|status| flag_error(status::from_status(&status)))?;
                 Ok(Box::pin(events.into_inner().map(|event| {
                     event.map_err(|status| status::from_status(&status).into())
                 })))

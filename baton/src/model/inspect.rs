@@ -1,20 +1,18 @@
 //! What is in a model: read through the engine's own loader, so that what is shown
 //! is what would run.
 
-use anyhow::Context as _;
-use baton_engine::model::{LoadOptions, Model};
 use baton_proto::kv_layout::KvDtype;
 use serde_json::{Value, json};
 
 use super::locate::Located;
+use super::open;
 
 /// The facts about a model, as JSON.
 ///
 /// # Errors
 /// A file that cannot be loaded.
-pub fn report(located: &Located) -> anyhow::Result<Value> {
-    let model = Model::open(&located.path, &LoadOptions::default(), &mut |_, _| {})
-        .with_context(|| format!("read `{}`", located.path.display()))?;
+pub fn report(located: &Located, quiet: bool) -> anyhow::Result<Value> {
+    let model = open::open(located, quiet)?;
     let layout = model.kv_layout(16, KvDtype::F16);
     let spec = model.tokenizer_spec();
     Ok(json!({
@@ -35,25 +33,27 @@ pub fn report(located: &Located) -> anyhow::Result<Value> {
     }))
 }
 
-/// Prints a report for people: one fact a line, nested ones indented.
-pub fn print(report: &Value) {
-    print_at(report, 0);
+/// A report for people: one fact a line, nested ones indented.
+pub fn text(report: &Value) -> String {
+    let mut text = String::new();
+    write_at(report, 0, &mut text);
+    text
 }
 
-fn print_at(value: &Value, depth: usize) {
+fn write_at(value: &Value, depth: usize, text: &mut String) {
     let Value::Object(fields) = value else { return };
     for (key, value) in fields {
         let indent = " ".repeat(2 * depth);
         match value {
             Value::Object(_) => {
-                println!("{indent}{key}:");
-                print_at(value, depth + 1);
+                *text += &format!("{indent}{key}:\n");
+                write_at(value, depth + 1, text);
             }
             Value::Array(list) if list.len() > 12 => {
-                println!("{indent}{key:24} {} entries", list.len())
+                *text += &format!("{indent}{key:24} {} entries\n", list.len());
             }
-            Value::String(text) => println!("{indent}{key:24} {text}"),
-            other => println!("{indent}{key:24} {other}"),
+            Value::String(word) => *text += &format!("{indent}{key:24} {word}\n"),
+            other => *text += &format!("{indent}{key:24} {other}\n"),
         }
     }
 }

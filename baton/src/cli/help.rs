@@ -1,0 +1,89 @@
+//! The examples below each command's flags. Written to be pasted as they stand.
+
+pub const BATON: &str = "\
+Start a whole cluster on this machine:
+  baton up
+Ask it something:
+  curl http://127.0.0.1:8000/v1/chat/completions -H 'content-type: application/json' \\
+    -d '{\"model\":\"smollm2-135m-instruct\",\"messages\":[{\"role\":\"user\",\"content\":\"Hello!\"}]}'
+
+Every flag is also an environment variable and a key of the file given by --config;
+a flag wins over the environment, the environment over the file:
+  [up]
+  model = \"smollm2-135m-instruct\"
+  kv-tokens = 65536";
+
+pub const UP: &str = "\
+Examples:
+  baton up
+      fetch the default model once, serve it on 127.0.0.1:8000 and :50051
+  baton up --model ./model.gguf --http 127.0.0.1:9000
+      serve a file of your own
+  baton up --prefill-workers 2 --decode-workers 2
+      four workers share one copy of the weights
+  baton up --prefill-workers 0
+      one mixed worker instead of a split cluster
+  BATON_KV_TOKENS=65536 baton up
+      any flag by environment";
+
+pub const ROUTER: &str = "\
+Example:
+  baton router --etcd http://127.0.0.1:2379
+Then, beside it or elsewhere, as many workers as you like:
+  baton prefill --etcd http://127.0.0.1:2379 --model smollm2-135m-instruct
+  baton decode --etcd http://127.0.0.1:2379 --model smollm2-135m-instruct";
+
+pub const PREFILL: &str = "\
+Examples:
+  baton prefill --etcd http://127.0.0.1:2379 --model smollm2-135m-instruct
+  baton prefill --etcd http://127.0.0.1:2379 --model ./model.gguf --cores 0,1
+SIGTERM takes the worker out of the cluster, lets its requests end and stops it.";
+
+pub const DECODE: &str = "\
+Examples:
+  baton decode --etcd http://127.0.0.1:2379 --model smollm2-135m-instruct
+  baton decode --etcd http://127.0.0.1:2379 --model ./model.gguf --cores 2,3
+SIGTERM takes the worker out of the cluster, lets its requests end and stops it.";
+
+pub const GENERATE: &str = "\
+Examples:
+  baton generate 'Why is the sky blue?'
+  baton generate --raw --temperature 0 'Once upon a time'
+  cat question.txt | baton generate -
+  baton generate --json --seed 7 'Hello'
+  baton generate --connect 127.0.0.1:50051 'Hello'
+The text goes to standard output, everything else to standard error.";
+
+pub const CHAT: &str = "\
+Examples:
+  baton chat
+  baton chat --system 'You answer in one sentence.'
+  baton chat --connect 127.0.0.1:50051
+Inside: /clear forgets the conversation, Ctrl-C stops an answer, /quit or Ctrl-D ends.";
+
+pub const BENCH: &str = "\
+Examples, against a running `baton up`:
+  baton bench load
+  baton bench interference";
+
+pub const MODEL: &str = "\
+Examples:
+  baton model list
+  baton model fetch smollm2-135m-instruct
+  baton model inspect ./model.gguf";
+
+pub const MODEL_FETCH: &str = "\
+Examples:
+  baton model fetch smollm2-135m-instruct
+  baton model fetch hf:HuggingFaceTB/SmolLM2-135M-Instruct
+The path goes to standard output: baton up --model \"$(baton model fetch gemma3-270m)\"";
+
+pub const MODEL_LIST: &str = "\
+Example:
+  baton model list --json";
+
+pub const MODEL_INSPECT: &str = "\
+Examples:
+  baton model inspect smollm2-135m-instruct
+  baton model inspect ./model.gguf --json
+  baton model inspect ./folder-with-config-and-safetensors";

@@ -1,0 +1,506 @@
+//! The binary as a person meets it: help that teaches, errors that name the flag, results
+//! on standard output and everything else on standard error, and a cluster that starts,
+//! answers the command it prints, drains and ends.
+//!
+//! What the cluster computes is not looked at here.
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpListener;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+/// From start to ready, with a model this small.
+const READY_MAX: Duration = Duration::from_secs(3);
+
+fn fixture(name: &str) -> String {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
+    folder.join(name).to_str().unwrap().to_owned()
+}
+
+/// The binary with nothing of this process's own settings.
+fn baton(args: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_baton"));
+    for (name, _) in std::env::vars_os() {
+        if name.to_string_lossy().starts_with("BATON_") {
+            command.env_remove(name);
+        }
+    }
+    command.args(args).stdin(Stdio::null());
+    command
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Runs a command that must succeed; its standard output.
+fn succeeds(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    assert!(output.status.success(), "{command:?}: {output:?}");
+    text(&output.stdout)
+}
+
+/// Runs a command that must be refused; what it says, with nothing on standard output.
+fn refused(command: &mut Command) -> String {
+    let Output {
+        status,
+        stdout,
+        stderr,
+    } = command.output().unwrap();
+    let said = text(&stderr);
+    assert!(matches!(status.code(), Some(1 | 2)), "{status}: {said}");
+    assert_eq!(text(&stdout), "", "{command:?}");
+    assert!(said.starts_with("error: "), "{said}");
+    assert!(!said.contains("panicked"), "{said}");
+    said
+}
+
+fn assert_says(said: &str, words: &[&str]) {
+    for word in words {
+        assert!(said.contains(word), "no `{word}` in: {said}");
+    }
+}
+
+struct File {
+    _folder: tempfile::TempDir,
+    path: PathBuf,
+}
+
+impl File {
+    fn new(content: &str) -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("given.toml");
+        std::fs::write(&path, content).unwrap();
+        Self {
+            _folder: folder,
+            path,
+        }
+    }
+
+    fn path(&self) -> &str {
+        self.path.to_str().unwrap()
+    }
+}
+
+#[test]
+fn help_teaches_with_defaults_and_examples() {
+    let top = succeeds(&mut baton(&["--help"]));
+    assert_says(
+        &top,
+        &["Usage: baton", "  baton up\n", "curl http://", "--config"],
+    );
+    for name in [
+        "up", "router", "prefill", "decode", "generate", "chat", "bench", "model",
+    ] {
+        assert_says(&top, &[&format!("\n  {name} ")]);
+        let help = succeeds(&mut baton(&[name, "--help"]));
+        assert_says(
+            &help,
+            &["Usage: baton", "Example", &format!("  baton {name}")],
+        );
+    }
+    for name in ["up", "router", "prefill", "decode", "generate", "chat"] {
+        let help = succeeds(&mut baton(&[name, "--help"]));
+        assert_says(&help, &["[default: ", "[env: BATON_"]);
+    }
+    for (command, word) in [
+        (["model", "fetch"], "smollm2-135m-instruct"),
+        (["model", "list"], "--json"),
+        (["model", "inspect"], "--json"),
+        (["bench", "load"], "[default: "),
+        (["bench", "interference"], "[default: "),
+    ] {
+        let help = succeeds(baton(&command).arg("--help"));
+        assert_says(&help, &["Usage: baton", word]);
+    }
+    let version = succeeds(&mut baton(&["--version"]));
+    assert!(version.starts_with("baton "), "{version}");
+}
+
+#[test]
+fn a_wrong_value_is_refused_with_its_flag_and_what_is_allowed() {
+    let rand = fixture("rand");
+    for (flag, value, allowed) in [
+        ("--block-size", "24", "16, 32, 64, 128"),
+        ("--kv-dtype", "f8", "f32, f16, bf16"),
+        ("--kv-tokens", "0", "16..=268435456"),
+        ("--chunk-tokens", "0", "1..="),
+        ("--decode-workers", "0", "1..=64"),
+        ("--http", "banana", "127.0.0.1:8000"),
+        ("--grpc", "localhost", "IP:PORT"),
+        ("--http", "0.0.0.0:0", "api_keys"),
+        ("--log-format", "xml", "json, compact, auto"),
+        ("--log", "baton=loud", "target=level"),
+    ] {
+        let said = refused(&mut baton(&["up", "--model", &rand, flag, value]));
+        assert_says(&said, &[value, allowed]);
+        let named = said.contains(flag) || flag == "--log";
+        assert!(named, "no `{flag}` in: {said}");
+    }
+    for (flag, value, allowed) in [
+        ("--temperature", "nan", "0..="),
+        ("--temperature", "-1", "0..="),
+        ("--top-p", "7", "at most 1"),
+        ("--max-tokens", "0", "1..="),
+    ] {
+        let said = refused(&mut baton(&[
+            "generate", "--model", &rand, flag, value, "x",
+        ]));
+        assert_says(&said.to_lowercase(), &[flag, value, allowed]);
+    }
+    let said = refused(&mut baton(&["up", "--tls-key", "key.pem"]));
+    assert_says(&said, &["--tls-key", "--tls-certificate"]);
+    let said = refused(&mut baton(&["router"]));
+    assert_says(&said, &["--etcd"]);
+    let said = refused(baton(&["model", "list"]).env("BATON_JSON", "maybe"));
+    assert_says(&said, &["--json", "maybe", "true"]);
+}
+
+#[test]
+fn a_model_that_is_not_there_or_not_one_is_refused_by_name() {
+    let said = refused(&mut baton(&["up", "--model", "nope"]));
+    assert_says(
+        &said,
+        &["--model nope", "smollm2-135m-instruct", "hf:owner/repo"],
+    );
+    let file = File::new("not a model");
+    let said = refused(&mut baton(&["model", "inspect", file.path()]));
+    assert_says(&said, &[file.path(), "GGUF"]);
+    let said = refused(&mut baton(&["generate", "--model", "/proc", "x"]));
+    assert_says(&said, &["/proc", "config.json"]);
+}
+
+#[test]
+fn a_config_file_is_refused_by_file_and_key() {
+    let unknown = File::new("[up]\nkv-toekns = 4096\n");
+    let said = refused(&mut baton(&["--config", unknown.path(), "up"]));
+    assert_says(&said, &[unknown.path(), "`kv-toekns`", "kv-tokens"]);
+    let value = File::new("[up]\nblock-size = 24\n");
+    let said = refused(&mut baton(&["--config", value.path(), "up"]));
+    assert_says(&said, &["--block-size", "24", "16, 32, 64, 128"]);
+    let table = File::new("[uq]\nblock-size = 16\n");
+    let said = refused(&mut baton(&["--config", table.path(), "up"]));
+    assert_says(&said, &[table.path(), "`uq`", "[up]"]);
+    let syntax = File::new("[up]\nblock-size = [\n");
+    let said = refused(&mut baton(&["--config", syntax.path(), "up"]));
+    assert_says(&said, &[syntax.path(), "line 2"]);
+    let said = refused(&mut baton(&["--config", "/no/such.toml", "up"]));
+    assert_says(&said, &["--config /no/such.toml", "No such file"]);
+    assert_eq!(said.matches("No such file").count(), 1, "{said}");
+}
+
+#[test]
+fn a_flag_wins_over_the_environment_and_that_over_the_file() {
+    // `model list --json` shows the folder each setting leads to only for models that
+    // are there, so a file of the right name stands for one.
+    let folders: Vec<tempfile::TempDir> = (0..3)
+        .map(|_| {
+            let folder = tempfile::tempdir().unwrap();
+            std::fs::write(folder.path().join("gemma3-270m.gguf"), b"").unwrap();
+            folder
+        })
+        .collect();
+    let at = |which: usize| folders[which].path().to_str().unwrap();
+    let file = File::new(&format!(
+        "[model.list]\njson = true\ncache-dir = \"{}\"\n",
+        at(0)
+    ));
+    let listed = |command: &mut Command| -> String {
+        let list: serde_json::Value = serde_json::from_str(&succeeds(command)).unwrap();
+        list[1]["path"].as_str().unwrap().to_owned()
+    };
+    let mut command = baton(&["--config", file.path(), "model", "list"]);
+    assert!(listed(&mut command).starts_with(at(0)));
+    command.env("BATON_CACHE_DIR", at(1));
+    assert!(listed(&mut command).starts_with(at(1)));
+    command.args(["--cache-dir", at(2)]);
+    assert!(listed(&mut command).starts_with(at(2)));
+}
+
+#[test]
+fn models_are_listed_and_inspected_as_json_and_as_text() {
+    let list = succeeds(&mut baton(&["model", "list", "--json"]));
+    let list: serde_json::Value = serde_json::from_str(&list).unwrap();
+    assert_eq!(list[0]["name"], "smollm2-135m-instruct");
+    assert!(list[0]["bytes"].as_u64().unwrap() > 1 << 20);
+    let table = succeeds(&mut baton(&["model", "list"]));
+    assert_eq!(table.lines().count(), list.as_array().unwrap().len());
+
+    let rand = fixture("rand");
+    let report = succeeds(&mut baton(&["model", "inspect", &rand, "--json"]));
+    let report: serde_json::Value = serde_json::from_str(&report).unwrap();
+    assert_eq!(report["name"], "rand");
+    assert_eq!(report["vocab_size"], 300);
+    assert_eq!(report["config"]["layers"].as_array().unwrap().len(), 4);
+    let facts = succeeds(&mut baton(&["model", "inspect", &rand]));
+    assert_says(&facts, &["vocab_size               300\n", "config:\n"]);
+}
+
+#[test]
+fn a_reader_that_leaves_early_is_no_error() {
+    let mut child = baton(&["model", "inspect", &fixture("rand")])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(text(&output.stderr), "");
+    assert_eq!(output.status.code(), Some(141));
+}
+
+#[test]
+fn generate_gives_the_same_text_for_the_same_seed() {
+    let rand = fixture("rand");
+    let run = |seed: &str| -> serde_json::Value {
+        let mut command = baton(&["generate", "--model", &rand, "--json", "--max-tokens", "24"]);
+        let report = succeeds(command.args(["--seed", seed, "the river"]));
+        serde_json::from_str(&report).unwrap()
+    };
+    let (first, again, other) = (run("7"), run("7"), run("8"));
+    assert_eq!(first["seed"], 7);
+    assert_eq!(first["usage"]["completion_tokens"], 24);
+    assert_eq!(first["text"], again["text"]);
+    assert_ne!(first["text"], other["text"]);
+}
+
+#[test]
+fn generate_streams_text_to_output_and_the_rest_to_error() {
+    let mut child = baton(&[
+        "generate",
+        "--model",
+        &fixture("rand"),
+        "--max-tokens",
+        "8",
+        "-",
+    ])
+    .stdin(Stdio::piped())
+    .stdout(Stdio::piped())
+    .stderr(Stdio::piped())
+    .spawn()
+    .unwrap();
+    child.stdin.take().unwrap().write_all(b"the river").unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    assert!(output.stdout.ends_with(b"\n") && !text(&output.stdout).contains("tokens/s"));
+    assert_says(&text(&output.stderr), &["8 new", "tokens/s", "seed"]);
+}
+
+#[test]
+fn chat_answers_lines_from_a_pipe() {
+    let mut child = baton(&["chat", "--model", &fixture("rand"), "--max-tokens", "6"])
+        .args(["--temperature", "0"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let lines = b"the river\n\n/clear\nthe river\n/nonsense\n/quit\nnever read\n";
+    child.stdin.take().unwrap().write_all(lines).unwrap();
+    let output = child.wait_with_output().unwrap();
+    assert!(output.status.success(), "{output:?}");
+    let said = text(&output.stdout);
+    // The conversation was forgotten in between, so that the greedy answers agree.
+    let half = said.len() / 2;
+    assert!(half > 1 && said[..half] == said[half..], "{said:?}");
+    assert!(!said.contains("> "), "a prompt sign in a pipe: {said:?}");
+    assert_says(&text(&output.stderr), &["/nonsense", "/clear"]);
+}
+
+#[test]
+fn a_malformed_key_file_is_refused_without_its_content() {
+    for content in [
+        "s3cret = tenant\n",
+        "\"s3cret\" = 5\n",
+        "s3cret\n",
+        "\"s3cret\" = \"\"\n",
+    ] {
+        let file = File::new(content);
+        let said = refused(&mut baton(&["up", "--api-keys", file.path()]));
+        assert_says(&said, &["--api-keys"]);
+        assert!(!said.contains("s3cret"), "the key is in: {said}");
+    }
+    let said = refused(&mut baton(&["up", "--api-keys", "/no/such/keys"]));
+    assert_says(&said, &["--api-keys", "/no/such/keys", "No such file"]);
+}
+
+#[test]
+fn a_taken_port_is_refused_by_flag_and_address() {
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = taken.local_addr().unwrap().to_string();
+    let rand = fixture("rand");
+    for flag in ["--http", "--grpc"] {
+        let mut command = baton(&["up", "--model", &rand]);
+        for door in ["--http", "--grpc"] {
+            command.args([
+                door,
+                if door == flag {
+                    &address
+                } else {
+                    "127.0.0.1:0"
+                },
+            ]);
+        }
+        let said = refused(&mut command);
+        assert_says(&said, &[flag, &address, "in use"]);
+    }
+}
+
+/// A running `baton up`, killed when the test ends early.
+struct Up {
+    child: Child,
+    /// Everything it printed until it was ready.
+    printed: String,
+    http: String,
+    log: mpsc::Receiver<String>,
+}
+
+impl Up {
+    fn start(args: &[&str]) -> Self {
+        let started = Instant::now();
+        let mut child = baton(&["up", "--model", &fixture("rand")])
+            .args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
+            .args(args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let (sender, log) = mpsc::channel();
+        let mut stderr = BufReader::new(child.stderr.take().unwrap());
+        std::thread::spawn(move || {
+            let mut all = String::new();
+            stderr.read_to_string(&mut all).unwrap();
+            sender.send(all)
+        });
+        let mut printed = String::new();
+        let mut stdout = BufReader::new(child.stdout.take().unwrap());
+        while !printed.contains("Ctrl-C") {
+            assert_ne!(
+                stdout.read_line(&mut printed).unwrap(),
+                0,
+                "it ended: {printed}"
+            );
+        }
+        let ready = started.elapsed();
+        assert!(ready < READY_MAX, "ready after {ready:?}");
+        let http = printed
+            .lines()
+            .find_map(|line| line.trim().strip_prefix("http  "))
+            .unwrap()
+            .to_owned();
+        Self {
+            child,
+            printed,
+            http,
+            log,
+        }
+    }
+
+    fn line(&self, starts_with: &str) -> &str {
+        let mut lines = self.printed.lines().map(str::trim);
+        lines.find(|line| line.starts_with(starts_with)).unwrap()
+    }
+
+    fn terminate(&self) {
+        let pid = Pid::from_child(&self.child);
+        kill_process(pid, Signal::TERM).unwrap();
+    }
+
+    /// Waits for a clean end; what was logged.
+    fn ends(mut self, patience: Duration) -> String {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                let log = self.log.recv().unwrap();
+                assert!(status.success(), "{status}: {log}");
+                return log;
+            }
+            assert!(
+                started.elapsed() < patience,
+                "still there after {patience:?}"
+            );
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Up {
+    fn drop(&mut self) {
+        drop(self.child.kill());
+        drop(self.child.wait());
+    }
+}
+
+/// Runs a line of a shell; its standard output.
+fn shell(line: &str) -> String {
+    succeeds(Command::new("sh").args(["-c", line]).stdin(Stdio::null()))
+}
+
+#[test]
+fn up_answers_the_command_it_prints_and_drains_on_sigterm() {
+    let up = Up::start(&[]);
+    let curl = up.line("curl ").to_owned();
+    assert_says(&curl, &[&up.http, "/v1/chat/completions"]);
+    let grpc = up.line("grpc  ").trim_start_matches("grpc  ").to_owned();
+    assert_says(up.line("grpcurl "), &[&grpc, "baton.v1.Inference/Generate"]);
+    assert!(std::net::TcpStream::connect(&grpc).is_ok());
+
+    let answer = shell(&format!("{curl} -s -w '\\n%{{http_code}}'"));
+    let (body, status) = answer.rsplit_once('\n').unwrap();
+    assert_eq!(status, "200", "{body}");
+    let body: serde_json::Value = serde_json::from_str(body).unwrap();
+    assert_eq!(body["object"], "chat.completion");
+    let ready = shell(&format!(
+        "curl -s -o /dev/null -w '%{{http_code}}' {}/readyz",
+        up.http
+    ));
+    assert_eq!(ready, "200");
+    let page = shell(&format!("curl -s {}/", up.http));
+    assert_says(&page, &["<title>Baton</title>"]);
+
+    // Twice at once, as `timeout` sends it: one wish to stop, not two.
+    up.terminate();
+    up.terminate();
+    let log = up.ends(Duration::from_secs(5));
+    assert_says(&log, &["draining"]);
+    for line in log.lines() {
+        let line: serde_json::Value = serde_json::from_str(line).unwrap();
+        assert!(line["level"].is_string());
+    }
+}
+
+#[test]
+fn sigterm_lets_a_running_stream_finish() {
+    let up = Up::start(&["--log", "warn"]);
+    let body = r#"{"model":"rand","prompt":"the river","stream":true,"max_tokens":2000,
+        "ignore_eos":true,"stream_options":{"include_usage":true}}"#;
+    let mut curl = Command::new("curl")
+        .args([
+            "-sN",
+            "--max-time",
+            "30",
+            "-H",
+            "content-type: application/json",
+            "-d",
+            body,
+        ])
+        .arg(format!("{}/v1/completions", up.http))
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut events = BufReader::new(curl.stdout.take().unwrap());
+    let mut said = String::new();
+    while said.matches("data: ").count() < 3 {
+        assert_ne!(events.read_line(&mut said).unwrap(), 0, "{said}");
+    }
+    up.terminate();
+    events.read_to_string(&mut said).unwrap();
+    assert!(curl.wait().unwrap().success());
+    assert!(said.trim_end().ends_with("data: [DONE]"), "cut off: {said}");
+    assert_says(&said, &["\"completion_tokens\":2000"]);
+    up.ends(Duration::from_secs(5));
+}
