@@ -125,17 +125,21 @@ pub struct EngineArgs {
     pub no_prefix_cache: bool,
 }
 
-/// TLS of one port: PEM files.
+/// TLS of a process's ports: PEM files. Of `up` and `router` the two front doors, of a
+/// worker every port it has.
 #[derive(Clone, Debug, Default, Args)]
 #[command(next_help_heading = "TLS")]
 pub struct TlsArgs {
-    /// Certificate chain of this process (PEM).
+    /// Certificate chain of this process (PEM). With it and its key, the front doors of
+    /// `up` and `router`, and the control, admin and KV data ports of `prefill` and
+    /// `decode`, speak TLS and nothing else.
     #[arg(long, env = "BATON_TLS_CERTIFICATE", value_name = "FILE")]
     pub tls_certificate: Option<PathBuf>,
     /// Private key of this process (PEM).
     #[arg(long, env = "BATON_TLS_KEY", value_name = "FILE")]
     pub tls_key: Option<PathBuf>,
-    /// Authorities trusted for peers (PEM); makes client certificates mandatory.
+    /// Authorities trusted for peers (PEM); makes client certificates mandatory on all
+    /// of these ports. A prefill worker with TLS needs it to check decode workers.
     #[arg(long, env = "BATON_TLS_AUTHORITY", value_name = "FILE")]
     pub tls_authority: Option<PathBuf>,
 }
@@ -316,6 +320,15 @@ pub struct PrefillRoleArgs {
     pub engine: EngineArgs,
     #[command(flatten)]
     pub tls: TlsArgs,
+    /// Name expected in the certificates of decode workers' data ports [default: the
+    /// host of their address].
+    #[arg(
+        long,
+        env = "BATON_TLS_PEER_NAME",
+        value_name = "NAME",
+        help_heading = "TLS"
+    )]
+    pub tls_peer_name: Option<String>,
 }
 
 #[derive(Clone, Debug, Args)]

@@ -202,6 +202,7 @@ pub fn prefill_config(
     config.advertise.clone_from(&args.worker.advertise);
     config.admin_listen = Some(args.worker.admin);
     config.tls = tls_settings(&args.tls)?;
+    config.tls.peer_name.clone_from(&args.tls_peer_name);
     config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
     config.topology.clone_from(&args.worker.topology);
     Ok(config)

@@ -349,6 +349,7 @@ impl RequestTask {
             wanted: wanted_ranges(&self.reservation),
             layout_json: self.shared.layout_json.clone(),
             deadline_ms: millis(self.handoff_time()),
+            tls: Some(self.shared.config.tls.is_enabled()),
         };
         self.emit(v1::decode_event::Event::Reserved(v1::Reserved {
             lane: Some(lane),

@@ -18,6 +18,7 @@ use baton_kv_transfer::pool::regions_of;
 use baton_kv_transfer::receiver::{Receiver, ReceiverConfig};
 use baton_kv_transfer::{DataPort, DataPortConfig, LayoutDigest, Ticket};
 use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
+use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
 use baton_proto::live_requests::LiveRequests;
 use baton_proto::transport::{self, bind_error};
@@ -206,6 +207,7 @@ impl DecodeWorker {
             Some(address) => {
                 let port = DataPortConfig {
                     address,
+                    tls: config.tls.rustls_server(&[])?,
                     ..DataPortConfig::default()
                 };
                 Some(DataPort::bind(port, receiver.clone())?)
@@ -219,6 +221,7 @@ impl DecodeWorker {
                 .unwrap_or_default()
         });
 
+        let admin_tls = config.tls.rustls_server(HTTP_ALPN)?;
         let listener = bind("listen", config.listen).await?;
         let control = local_address(&listener)?;
         let admin_listener = match config.admin_listen {
@@ -271,11 +274,10 @@ impl DecodeWorker {
         serve_grpc(&shared, listener, &servers, stop.clone());
         if let Some(listener) = admin_listener {
             let admin_state = admin_state(&shared, Arc::clone(&registry));
-            let stop = stop.clone();
+            let (tls, stop) = (admin_tls, stop.clone());
             servers.spawn(async move {
-                if let Err(error) =
-                    baton_observability::admin::serve(listener, admin_state, stop).await
-                {
+                let serving = baton_observability::admin::serve(listener, tls, admin_state, stop);
+                if let Err(error) = serving.await {
                     tracing::error!(%error, "the admin endpoint ended");
                 }
             });
@@ -307,6 +309,11 @@ impl DecodeWorker {
     /// Where /metrics is, if it is served.
     pub fn admin_address(&self) -> Option<SocketAddr> {
         self.admin
+    }
+
+    /// How full the worker is and which paths it took, as `Describe` reports it.
+    pub fn load(&self) -> v1::Load {
+        self.shared.load()
     }
 
     /// The worker's metrics, for a process that serves several roles' as one.

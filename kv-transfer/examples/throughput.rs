@@ -102,6 +102,7 @@ async fn transfer(transport: TransportKind, part_bytes: u32) -> String {
         });
         let target = LaneTarget {
             data_address: Some(port.local_address()),
+            server_name: None,
             process_token: receiver.process_token(),
             lane_key: receiver.lane_key().clone(),
             ticket: grant.expect("a grant").ticket,

@@ -1,13 +1,13 @@
 //! The TCP port that senders of other processes connect to.
 //!
-//! One thread accepts and checks hellos; each authenticated connection becomes a
+//! One thread accepts, shakes hands for TLS if there is any, and checks hellos; each authenticated connection becomes a
 //! lane with its own thread, which reads straight into granted blocks.
 
 mod lane;
 mod stranger;
 
 use std::collections::VecDeque;
-use std::net::{SocketAddr, TcpListener};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,12 +15,14 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
+use rustls::ServerConfig;
 
 use crate::error::Error;
 use crate::receiver::Receiver;
 use crate::receiver::lane::ReceiverLane;
 use crate::receiver::outbox::Outbox;
 use crate::ticket::SessionId;
+use crate::transport::stream::{LaneStream, lane_server};
 use crate::wake::Bell;
 use lane::PortLane;
 use stranger::{Step, Stranger};
@@ -46,6 +48,9 @@ pub struct DataPortConfig {
     pub ping_interval: Duration,
     /// A lane silent for this long is dead. Default 1 s.
     pub silence_max: Duration,
+    /// Every lane inside TLS, and whose client certificates are asked for; senders
+    /// without it are refused. Default `None`: plain TCP, TLS clients are refused.
+    pub tls: Option<Arc<ServerConfig>>,
 }
 
 impl Default for DataPortConfig {
@@ -58,6 +63,7 @@ impl Default for DataPortConfig {
             hello_timeout: Duration::from_secs(1),
             ping_interval: Duration::from_millis(250),
             silence_max: Duration::from_secs(1),
+            tls: None,
         }
     }
 }
@@ -76,7 +82,7 @@ impl DataPort {
     ///
     /// # Errors
     /// [`Error::Io`] if the address cannot be bound or no thread can be started.
-    pub fn bind(config: DataPortConfig, receiver: Receiver) -> Result<Self, Error> {
+    pub fn bind(mut config: DataPortConfig, receiver: Receiver) -> Result<Self, Error> {
         let context = "listen on the data port";
         let listener = TcpListener::bind(config.address)
             .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
@@ -86,6 +92,7 @@ impl DataPort {
             .map_err(|error| Error::io(context, error))?;
         let bell = Bell::new().map_err(|error| Error::io("create an eventfd", error))?;
         let stopping = Arc::new(AtomicBool::new(false));
+        config.tls = config.tls.as_deref().map(lane_server);
         let porter = Porter {
             config,
             listener,
@@ -171,12 +178,22 @@ impl Porter {
                     return;
                 }
             };
-            if let Ok(stranger) = Stranger::new(stream, Instant::now()) {
+            if let Ok(stream) = self.set_up(stream) {
                 if self.strangers.len() >= self.config.strangers_max {
                     self.strangers.pop_front();
                 }
-                self.strangers.push_back(stranger);
+                self.strangers
+                    .push_back(Stranger::new(stream, Instant::now()));
             }
+        }
+    }
+
+    fn set_up(&self, stream: TcpStream) -> std::io::Result<LaneStream> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        match &self.config.tls {
+            None => Ok(LaneStream::Plain(stream)),
+            Some(config) => LaneStream::accept_tls(stream, config),
         }
     }
 
@@ -238,7 +255,7 @@ impl Porter {
         sockets.extend(
             self.strangers
                 .iter()
-                .map(|s| (s.stream.as_fd(), PollFlags::IN)),
+                .map(|s| (s.stream.socket().as_fd(), s.stream.interest(false))),
         );
         let oldest = self.strangers.front().map(|stranger| stranger.since);
         let timeout = oldest.map_or(Duration::from_secs(3600), |since| {

@@ -107,6 +107,10 @@ pub enum Error {
     /// No transport of this build reaches the target.
     #[error("no transport reaches the target: {0}")]
     Unreachable(String),
+    /// Only one end wants TLS, or the two do not trust each other; trying again with the
+    /// same settings does not help.
+    #[error("TLS with the data port failed: {0}")]
+    Tls(String),
     /// A peer broke the protocol; its lane is closed.
     #[error("protocol violation: {0}")]
     Protocol(String),
@@ -135,6 +139,7 @@ impl Error {
             Self::Aborted(_) => ErrorKind::Cancelled,
             Self::PeerLost(_)
             | Self::Unreachable(_)
+            | Self::Tls(_)
             | Self::Protocol(_)
             | Self::Codec(_)
             | Self::Io { .. }

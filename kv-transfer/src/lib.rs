@@ -18,8 +18,13 @@
 //!
 //! Between the two: tickets name grants, ordinals name blocks; addresses and block
 //! ids never travel. Lanes authenticate with a keyed BLAKE3 MAC over fresh nonces
-//! of both ends. The lane is *not* encrypted and frames carry checksums, not MACs:
-//! run it on a network whose links are trusted, or on loopback (the default bind).
+//! of both ends. A plain lane is *not* encrypted and its frames carry checksums, not
+//! MACs: run it on a network whose links are trusted, or on loopback (the default
+//! bind). With [`DataPortConfig::tls`] and [`sender::SenderConfig::tls`] everything,
+//! the hello included, goes inside TLS (rustls), with client certificates if the
+//! port's configuration asks for them. An end that has TLS and one that has none
+//! refuse each other during the hello, by name. TLS costs a copy and the cipher at
+//! both ends; without it, bytes still go straight from block to block.
 
 pub mod codec;
 pub mod data_port;

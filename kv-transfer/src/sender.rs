@@ -20,6 +20,8 @@ use std::time::{Duration, Instant};
 
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch, RequestId};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 
 pub use state::SenderState;
 pub use transfer::Transfer;
@@ -29,6 +31,7 @@ use crate::error::{Error, Refusal};
 use crate::region::RegionTable;
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
 use crate::transport::loopback;
+use crate::transport::stream::lane_client;
 use crate::wake::lock;
 use lane::{LaneHandle, Peer};
 use transfer::TransferShared;
@@ -39,6 +42,9 @@ use transfer::TransferShared;
 pub struct LaneTarget {
     /// The receiver's data port; `None` if it listens on none (loopback only).
     pub data_address: Option<SocketAddr>,
+    /// Name expected in the data port's certificate; `data_address` if absent. Unused
+    /// without TLS.
+    pub server_name: Option<ServerName<'static>>,
     pub process_token: ProcessToken,
     pub lane_key: LaneKey,
     pub ticket: Ticket,
@@ -91,6 +97,9 @@ pub struct SenderConfig {
     pub connect_timeout: Duration,
     /// A lane without transfers closes after this. Default 10 s.
     pub lane_idle_max: Duration,
+    /// Every lane to another process inside TLS; ports without it are refused. Default
+    /// `None`: plain TCP, ports with TLS are refused.
+    pub tls: Option<Arc<ClientConfig>>,
 }
 
 impl SenderConfig {
@@ -109,6 +118,7 @@ impl SenderConfig {
             silence_max: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
             lane_idle_max: Duration::from_secs(10),
+            tls: None,
         }
     }
 }
@@ -177,6 +187,7 @@ impl Sender {
         let floor = 2 * PAYLOAD_BYTES_MAX as u64;
         config.in_flight_bytes_max = config.in_flight_bytes_max.max(floor);
         config.lanes_per_peer = config.lanes_per_peer.max(1);
+        config.tls = config.tls.as_deref().map(lane_client);
         let lanes = Lanes {
             config: Arc::new(config),
             session: SessionId::random(),
@@ -233,6 +244,13 @@ impl Sender {
         Ok(Transfer::new(shared))
     }
 
+    /// Whether transfers to the receiver of this token stay inside this process, where
+    /// there is nothing to encrypt.
+    pub fn stays_in_process(&self, token: ProcessToken) -> bool {
+        let transports = &self.lanes.config.transports;
+        transports.contains(&TransportKind::Loopback) && loopback::is_listed(token)
+    }
+
     fn peer(&self, target: &LaneTarget) -> Result<Peer, Error> {
         for kind in &self.lanes.config.transports {
             match (kind, target.data_address) {
@@ -242,6 +260,7 @@ impl Sender {
                 (TransportKind::Tcp, Some(address)) => {
                     return Ok(Peer::Tcp {
                         address,
+                        server_name: target.server_name.clone(),
                         key: target.lane_key.clone(),
                     });
                 }

@@ -5,7 +5,9 @@
 //! deadline and no policy: a failing call means the lane is gone, and the handoff
 //! layer decides what follows.
 
+pub(crate) mod connect;
 pub(crate) mod loopback;
+pub(crate) mod stream;
 pub(crate) mod tcp;
 
 use std::collections::VecDeque;

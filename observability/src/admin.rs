@@ -13,11 +13,13 @@ use axum::http::{StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::get;
 use prometheus_client::registry::Registry;
+use rustls::ServerConfig;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::exposition::{CONTENT_TYPE, metrics_text_merged};
+use crate::tls_listener::TlsListener;
 
 /// Whether new work is welcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -109,7 +111,8 @@ async fn metrics(State(state): State<AdminState>) -> Response {
     ([(header::CONTENT_TYPE, CONTENT_TYPE)], state.metrics_text()).into_response()
 }
 
-/// Serves the routes until `shutdown` is cancelled and open answers are sent.
+/// Serves the routes, over TLS if `tls` is set, until `shutdown` is cancelled and open
+/// answers are sent.
 ///
 /// # Errors
 /// Whatever the listener reports; a failed connection is not an error.
@@ -117,12 +120,23 @@ async fn metrics(State(state): State<AdminState>) -> Response {
 /// *Cancel safety*: dropping the future closes the port at once.
 pub async fn serve(
     listener: TcpListener,
+    tls: Option<Arc<ServerConfig>>,
     state: AdminState,
     shutdown: CancellationToken,
 ) -> std::io::Result<()> {
-    axum::serve(listener, routes(state))
-        .with_graceful_shutdown(shutdown.cancelled_owned())
-        .await
+    let (routes, stop) = (routes(state), shutdown.cancelled_owned());
+    match tls {
+        None => {
+            axum::serve(listener, routes)
+                .with_graceful_shutdown(stop)
+                .await
+        }
+        Some(tls) => {
+            axum::serve(TlsListener::new(listener, tls)?, routes)
+                .with_graceful_shutdown(stop)
+                .await
+        }
+    }
 }
 
 #[cfg(test)]
@@ -152,7 +166,7 @@ mod tests {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let shutdown = CancellationToken::new();
-        let server = tokio::spawn(serve(listener, state, shutdown.clone()));
+        let server = tokio::spawn(serve(listener, None, state, shutdown.clone()));
 
         assert!(ask(address, "/livez").await.starts_with("HTTP/1.1 200"));
         let answer = ask(address, "/readyz").await;

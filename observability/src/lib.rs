@@ -20,9 +20,13 @@ pub mod latency;
 pub mod logging;
 pub mod metrics;
 pub mod roofline;
+#[cfg(feature = "test-support")]
+pub mod test_certificates;
+pub mod tls_listener;
 
 pub use admin::{AdminState, Readiness};
 pub use exposition::{metrics_text, metrics_text_merged};
 pub use instrument::{ByLabel, Counter, Gauge, GaugeF64, Histogram, Info};
 pub use metrics::{BlockFigures, LoadFigures, RouterMetrics, StepFigures, WorkerMetrics};
 pub use prometheus_client::registry::Registry;
+pub use tls_listener::TlsListener;

@@ -33,6 +33,9 @@ use tonic::Status;
 use crate::ship::{Lane, source_blocks};
 use crate::worker::Shared;
 
+/// What a router gets to read the end of a request before its receiver hears of it.
+const LAST_WORD_READ: Duration = Duration::from_secs(1);
+
 type Events = mpsc::Sender<Result<v1::PrefillEvent, Status>>;
 
 pub(crate) struct RequestTask {
@@ -237,15 +240,19 @@ impl RequestTask {
         self.emit(v1::prefill_event::Event::First(first.clone()))
             .await?;
         if tokens.iter().all(|(_, finish)| finish.is_some()) {
-            // Nothing is left to decode anywhere.
+            // Nothing is left to decode anywhere. The router ends the request at the
+            // receiver, and leaves this call when it has read the tokens; were the
+            // receiver told first, its word of an aborted handoff could overtake them,
+            // and the prompt would be computed once more.
+            self.emit(v1::prefill_event::Event::HandedOff(v1::HandedOff {
+                committed: false,
+                bytes: 0,
+                exposed_us: 0,
+            }))
+            .await?;
+            drop(tokio::time::timeout(LAST_WORD_READ, self.out.closed()).await);
             transfer.abort("every choice ended with its first token");
-            return self
-                .emit(v1::prefill_event::Event::HandedOff(v1::HandedOff {
-                    committed: false,
-                    bytes: 0,
-                    exposed_us: 0,
-                }))
-                .await;
+            return Ok(());
         }
         let payload = first.encode_to_vec().into();
         let outcome = self.unless_over(transfer.commit(payload)).await?;
@@ -274,9 +281,10 @@ impl RequestTask {
             }
             CommitOutcome::PeerLost => {
                 self.shared.metrics.send_failed(TransferFailure::PeerLost);
+                let reason = transfer.failure().unwrap_or_default();
                 Err(Error::new(
                     ErrorKind::Unavailable,
-                    "nothing was heard from the receiver",
+                    format!("the receiver is lost: {reason}"),
                 )
                 .with_reason("HANDOFF_PEER_LOST"))
             }

@@ -42,9 +42,16 @@ impl PrefillWorker for Service {
             .map_err(|error| to_status(&error))?;
         let id = order.request_id.clone();
         let layout = shared.engine.layout();
-        let lane = parse_lane(lane, id.clone(), layout, order.deadline)
-            .await
-            .map_err(|error| to_status(&error))?;
+        let lane = parse_lane(
+            lane,
+            id.clone(),
+            layout,
+            &shared.config.tls,
+            |token| shared.sender.stays_in_process(token),
+            order.deadline,
+        )
+        .await
+        .map_err(|error| to_status(&error))?;
         let cancelled = shared
             .live()
             .start(&id, Instant::now())

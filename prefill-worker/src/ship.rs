@@ -9,6 +9,7 @@ use baton_engine::kv::KvMemory;
 use baton_kv_transfer::sender::{LaneTarget, SourceBlock};
 use baton_kv_transfer::{LaneKey, ProcessToken, Ticket};
 use baton_proto::kv_layout::KvLayout;
+use baton_proto::transport::TlsSettings;
 use baton_proto::{Attempt, Epoch, Error, RequestId, v1};
 
 /// A lane as the router passed it on, checked.
@@ -17,15 +18,18 @@ pub(crate) struct Lane {
     pub(crate) ship: Vec<OrdinalRange>,
 }
 
-/// Checks a lane against this worker's layout and resolves its address.
+/// Checks a lane against this worker's layout and TLS settings, and resolves its address.
 ///
 /// # Errors
-/// `INVALID_ARGUMENT` naming the field, or `UNAVAILABLE`, reason `LAYOUT_MISMATCH`,
-/// naming the field that differs and both values.
+/// `INVALID_ARGUMENT` naming the field, or `UNAVAILABLE`: reason `LAYOUT_MISMATCH`,
+/// naming the field that differs and both values, or `DATA_TLS_MISMATCH`, saying which
+/// end has TLS.
 pub(crate) async fn parse_lane(
     wire: v1::Lane,
     request_id: RequestId,
     layout: &KvLayout,
+    tls: &TlsSettings,
+    stays_in_process: impl FnOnce(ProcessToken) -> bool,
     time_left: Option<Duration>,
 ) -> Result<Lane, Error> {
     let theirs: KvLayout = serde_json::from_str(&wire.layout_json)
@@ -34,12 +38,20 @@ pub(crate) async fn parse_lane(
     layout.check_peer(&theirs)?;
     let malformed = |field: &str| Error::invalid(field, "has the wrong length");
     let deadline = Duration::from_millis(wire.deadline_ms);
+    let process_token = ProcessToken::from_bytes(&wire.process_token)
+        .ok_or_else(|| malformed("lane.process_token"))?;
+    if !stays_in_process(process_token) {
+        check_tls(&wire, tls.is_enabled())?;
+    }
     Ok(Lane {
         ship: ranges(&wire.wanted, layout)?,
         target: LaneTarget {
             data_address: resolve(&wire.data_address).await?,
-            process_token: ProcessToken::from_bytes(&wire.process_token)
-                .ok_or_else(|| malformed("lane.process_token"))?,
+            server_name: match tls.is_enabled() && !wire.data_address.is_empty() {
+                true => Some(tls.expected_name(&wire.data_address)?),
+                false => None,
+            },
+            process_token,
             lane_key: LaneKey::from_bytes(&wire.lane_key)
                 .ok_or_else(|| malformed("lane.lane_key"))?,
             ticket: Ticket::from_bytes(&wire.ticket).ok_or_else(|| malformed("lane.ticket"))?,
@@ -77,6 +89,24 @@ fn ranges(wanted: &[v1::OrdinalRange], layout: &KvLayout) -> Result<Vec<OrdinalR
             }
         })
         .collect()
+}
+
+/// Refuses a data port that has TLS if this worker has none, and the other way round.
+fn check_tls(wire: &v1::Lane, ours: bool) -> Result<(), Error> {
+    let Some(theirs) = wire.tls.filter(|theirs| *theirs != ours) else {
+        return Ok(());
+    };
+    let word = |tls: bool| if tls { "with" } else { "without" };
+    Err(Error::new(
+        baton_proto::ErrorKind::Unavailable,
+        format!(
+            "the data port `{}` is {} TLS and this prefill worker is {} TLS settings",
+            wire.data_address,
+            word(theirs),
+            word(ours)
+        ),
+    )
+    .with_reason("DATA_TLS_MISMATCH"))
 }
 
 async fn resolve(address: &str) -> Result<Option<SocketAddr>, Error> {
@@ -123,4 +153,30 @@ pub(crate) fn source_blocks(
         .map(|source| u64::from(source.extent.len))
         .sum();
     Some((sources, bytes))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_one_end_with_tls_is_refused_by_name() {
+        let check = |theirs: Option<bool>, ours: bool| {
+            let wire = v1::Lane {
+                data_address: "decode:9".to_owned(),
+                tls: theirs,
+                ..v1::Lane::default()
+            };
+            check_tls(&wire, ours).map_err(|error| (error.reason, error.message))
+        };
+        assert_eq!(check(Some(true), true), Ok(()));
+        assert_eq!(check(Some(false), false), Ok(()));
+        // An older decode worker does not tell; connecting will show.
+        assert_eq!(check(None, true), Ok(()));
+        for (theirs, ours) in [(true, false), (false, true)] {
+            let (reason, message) = check(Some(theirs), ours).unwrap_err();
+            assert_eq!(reason, "DATA_TLS_MISMATCH");
+            assert!(message.contains("`decode:9`"), "{message}");
+        }
+    }
 }

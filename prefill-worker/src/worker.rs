@@ -16,6 +16,7 @@ use baton_engine::routes::EventRoutes;
 use baton_kv_transfer::pool::regions_of;
 use baton_kv_transfer::sender::{Sender, SenderConfig};
 use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
+use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
 use baton_proto::live_requests::LiveRequests;
 use baton_proto::transport::{self, bind_error};
@@ -150,7 +151,11 @@ impl PrefillWorker {
         };
 
         let epoch = Epoch(rand::random());
-        let sender = Sender::start(SenderConfig::new(regions_of(engine.memory())));
+        let sender = Sender::start(SenderConfig {
+            tls: config.tls.rustls_client()?,
+            ..SenderConfig::new(regions_of(engine.memory()))
+        });
+        let admin_tls = config.tls.rustls_server(HTTP_ALPN)?;
         let listener = bind("listen", config.listen).await?;
         let control = local_address(&listener)?;
         let admin_listener = match config.admin_listen {
@@ -198,11 +203,10 @@ impl PrefillWorker {
         serve_grpc(&shared, listener, &servers, stop.clone());
         if let Some(listener) = admin_listener {
             let admin_state = admin_state(&shared, Arc::clone(&registry));
-            let stop = stop.clone();
+            let (tls, stop) = (admin_tls, stop.clone());
             servers.spawn(async move {
-                if let Err(error) =
-                    baton_observability::admin::serve(listener, admin_state, stop).await
-                {
+                let serving = baton_observability::admin::serve(listener, tls, admin_state, stop);
+                if let Err(error) = serving.await {
                     tracing::error!(%error, "the admin endpoint ended");
                 }
             });
@@ -233,6 +237,11 @@ impl PrefillWorker {
     /// Where /metrics is, if it is served.
     pub fn admin_address(&self) -> Option<SocketAddr> {
         self.admin
+    }
+
+    /// How full the worker is and which paths it took, as `Describe` reports it.
+    pub fn load(&self) -> v1::Load {
+        self.shared.load()
     }
 
     /// The worker's metrics, for a process that serves several roles' as one.

@@ -2,107 +2,22 @@
 //! the same windows, limits and TLS settings.
 //!
 //! Default HTTP/2 windows make bulk streams nearly nine times slower, and default
-//! message limits (4 MiB) refuse long prompts; both are set here.
+//! message limits (4 MiB) refuse long prompts; both are set here. What the TLS settings
+//! mean, also for ports that speak no gRPC, is in [`tls`].
 
-use std::path::{Path, PathBuf};
+pub mod tls;
+
 use std::time::Duration;
 
-use serde::{Deserialize, Serialize};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tonic::service::RoutesBuilder;
 use tonic::transport::server::TcpIncoming;
-use tonic::transport::{
-    Certificate, Channel, ClientTlsConfig, Endpoint, Identity, Server, ServerTlsConfig,
-};
+use tonic::transport::{Channel, Endpoint, Server};
 
 use crate::error::{Error, ErrorKind};
-
-/// Files of one port's TLS identity and of what it trusts. All empty: plain text.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct TlsSettings {
-    /// PEM certificate chain of this process.
-    pub certificate: Option<PathBuf>,
-    /// PEM private key of this process.
-    pub key: Option<PathBuf>,
-    /// PEM of the authorities trusted for peers. On a server it makes client
-    /// certificates mandatory (mTLS).
-    pub authority: Option<PathBuf>,
-    /// Name expected in the peer's certificate; the host of the address if absent.
-    pub peer_name: Option<String>,
-}
-
-impl TlsSettings {
-    /// Whether any TLS is configured.
-    pub fn is_enabled(&self) -> bool {
-        self.certificate.is_some() || self.authority.is_some()
-    }
-
-    fn identity(&self) -> Result<Option<Identity>, Error> {
-        match (&self.certificate, &self.key) {
-            (Some(certificate), Some(key)) => Ok(Some(Identity::from_pem(
-                read("tls.certificate", certificate)?,
-                read("tls.key", key)?,
-            ))),
-            (None, None) => Ok(None),
-            (Some(_), None) => Err(Error::invalid("tls.key", "missing beside tls.certificate")),
-            (None, Some(_)) => Err(Error::invalid("tls.certificate", "missing beside tls.key")),
-        }
-    }
-
-    /// The server side; `None` when TLS is off.
-    ///
-    /// # Errors
-    /// [`ErrorKind::Invalid`] naming the setting and the file that cannot be read.
-    pub fn server(&self) -> Result<Option<ServerTlsConfig>, Error> {
-        let Some(identity) = self.identity()? else {
-            return if self.authority.is_some() {
-                Err(Error::invalid(
-                    "tls.certificate",
-                    "a server needs one beside tls.authority",
-                ))
-            } else {
-                Ok(None)
-            };
-        };
-        let mut config = ServerTlsConfig::new().identity(identity);
-        if let Some(authority) = &self.authority {
-            config =
-                config.client_ca_root(Certificate::from_pem(read("tls.authority", authority)?));
-        }
-        Ok(Some(config))
-    }
-
-    /// The client side; `None` when TLS is off.
-    ///
-    /// # Errors
-    /// As [`TlsSettings::server`].
-    pub fn client(&self) -> Result<Option<ClientTlsConfig>, Error> {
-        if !self.is_enabled() {
-            return Ok(None);
-        }
-        let mut config = ClientTlsConfig::new();
-        if let Some(authority) = &self.authority {
-            config =
-                config.ca_certificate(Certificate::from_pem(read("tls.authority", authority)?));
-        }
-        if let Some(identity) = self.identity()? {
-            config = config.identity(identity);
-        }
-        if let Some(name) = &self.peer_name {
-            config = config.domain_name(name.clone());
-        }
-        Ok(Some(config))
-    }
-}
-
-fn read(field: &str, path: &Path) -> Result<Vec<u8>, Error> {
-    std::fs::read(path).map_err(|error| {
-        Error::invalid(field, format!("cannot read `{}`: {error}", path.display()))
-    })
-}
+pub use tls::TlsSettings;
 
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
 const CONNECTION_WINDOW_BYTES: u32 = 16 << 20;

@@ -10,13 +10,11 @@
 //! stream    events -> server-sent events
 //! logprobs  token log-probabilities in both shapes
 //! fault     errors -> status and error object
-//! listener  TCP, or TLS over it
 //! page      the live page at `/`
 //! ```
 
 mod answer;
 mod fault;
-mod listener;
 mod logprobs;
 mod page;
 mod request;
@@ -31,6 +29,7 @@ use axum::extract::{Path, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use baton_observability::tls_listener::{HTTP_ALPN, TlsListener};
 use baton_observability::{AdminState, admin};
 use baton_proto::{Error, ErrorKind, limits, v1};
 use serde::de::DeserializeOwned;
@@ -58,7 +57,7 @@ pub fn serve(
         let address = listener.local_addr().map_err(internal)?;
         let config = frontend.config();
         config.check_exposure("http", address)?;
-        let tls = listener::tls_config(&config.tls)?;
+        let tls = config.tls.rustls_server(HTTP_ALPN)?;
         let routes = routes(frontend, admin);
         let stop = shutdown.cancelled_owned();
         match tls {
@@ -70,7 +69,7 @@ pub fn serve(
                     .await
             }
             Some(tls) => {
-                let listener = listener::TlsListener::new(listener, tls, address);
+                let listener = TlsListener::new(listener, tls).map_err(internal)?;
                 axum::serve(listener, routes)
                     .with_graceful_shutdown(stop)
                     .await

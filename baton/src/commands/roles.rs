@@ -1,5 +1,6 @@
 //! One role in a process of its own, found through etcd.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 
 use anyhow::Context as _;
@@ -9,7 +10,7 @@ use baton_router::Router;
 
 use super::up::bind;
 use super::{print, runtime, shutdown_signal};
-use crate::cli::{DecodeRoleArgs, ModelArgs, PrefillRoleArgs, RouterRoleArgs};
+use crate::cli::{DecodeRoleArgs, ModelArgs, PrefillRoleArgs, RouterRoleArgs, TlsArgs};
 use crate::cluster::{Doors, serve_doors};
 use crate::settings::{self, ServedModel};
 
@@ -28,7 +29,8 @@ pub fn router(args: RouterRoleArgs) -> anyhow::Result<()> {
         let router = Router::start(config, Arc::clone(&membership))?;
         // A process serves on although nobody reads this; likewise below.
         drop(print(&format!(
-            "baton router: http://{http_at} grpc {grpc_at}\n"
+            "baton router: {}://{http_at} grpc {grpc_at}\n",
+            scheme(&args.tls)
         )));
         let admin = router.frontend().admin_state();
         let served = serve_doors(&router, Some(Doors { http, grpc }), admin, shutdown).await;
@@ -57,12 +59,8 @@ pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
         let config = settings::prefill_config(&args, &served.name)?;
         let id = config.worker_id.clone();
         let worker = PrefillWorker::start(config, served.model, Arc::clone(&membership)).await?;
-        announce(
-            "prefill",
-            id.as_str(),
-            worker.control_address(),
-            worker.admin_address(),
-        );
+        let admin = admin_url(worker.admin_address(), &args.tls);
+        announce("prefill", id.as_str(), worker.control_address(), admin);
         let result = worker.run(shutdown).await;
         membership.close().await;
         Ok(result?)
@@ -81,26 +79,30 @@ pub fn decode(args: DecodeRoleArgs) -> anyhow::Result<()> {
         let config = settings::decode_config(&args, &served.name)?;
         let id = config.worker_id.clone();
         let worker = DecodeWorker::start(config, served.model, Arc::clone(&membership)).await?;
-        announce(
-            "decode",
-            id.as_str(),
-            worker.control_address(),
-            worker.admin_address(),
-        );
+        let admin = admin_url(worker.admin_address(), &args.tls);
+        announce("decode", id.as_str(), worker.control_address(), admin);
         let result = worker.run(shutdown).await;
         membership.close().await;
         Ok(result?)
     })
 }
 
-fn announce(
-    role: &str,
-    id: &str,
-    control: std::net::SocketAddr,
-    admin: Option<std::net::SocketAddr>,
-) {
+fn scheme(tls: &TlsArgs) -> &'static str {
+    match tls.tls_certificate {
+        Some(_) => "https",
+        None => "http",
+    }
+}
+
+/// Where the metrics of a worker are.
+fn admin_url(admin: Option<SocketAddr>, tls: &TlsArgs) -> Option<String> {
+    let scheme = scheme(tls);
+    admin.map(|admin| format!("{scheme}://{admin}/metrics"))
+}
+
+fn announce(role: &str, id: &str, control: SocketAddr, admin: Option<String>) {
     let admin = admin
-        .map(|admin| format!(" metrics http://{admin}/metrics"))
+        .map(|admin| format!(" metrics {admin}"))
         .unwrap_or_default();
     drop(print(&format!(
         "baton {role} `{id}`: control {control}{admin}\n"

@@ -1,21 +1,20 @@
 //! The receiver's end of a TCP lane: one thread that reads straight into blocks.
 //!
-//! A frame's payload and the next frame's header come in by one `readv`. Replies
+//! A frame's payload and the next frame's header come in by one `readv` (inside TLS, by
+//! one copy out of what was decrypted). Replies
 //! and pings leave between reads, so that neither needs a thread of its own.
 
-use std::io::{self, Read, Write};
-use std::net::TcpStream;
+use std::io::{self, IoSlice, Read};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
-
-use rustix::event::PollFlags;
 
 use super::DataPortConfig;
 use crate::codec::{Control, HEADER_BYTES, Header, Kind, Scope};
 use crate::error::Error;
 use crate::receiver::incoming::{Incoming, SCRATCH_BYTES};
 use crate::receiver::lane::ReceiverLane;
+use crate::transport::stream::{Filled, LaneStream};
 
 /// Reads in a row before replies and timers get their turn.
 const READS_MAX: usize = 16;
@@ -33,7 +32,7 @@ enum Reading {
 }
 
 pub(super) struct PortLane {
-    stream: TcpStream,
+    stream: LaneStream,
     receiver: ReceiverLane,
     ping_interval: Duration,
     silence_max: Duration,
@@ -46,7 +45,7 @@ pub(super) struct PortLane {
 }
 
 impl PortLane {
-    pub(super) fn new(stream: TcpStream, receiver: ReceiverLane, config: &DataPortConfig) -> Self {
+    pub(super) fn new(stream: LaneStream, receiver: ReceiverLane, config: &DataPortConfig) -> Self {
         Self {
             stream,
             receiver,
@@ -86,14 +85,10 @@ impl PortLane {
                 continue;
             }
             if reads < READS_MAX {
-                let flags = if blocked {
-                    PollFlags::IN | PollFlags::OUT
-                } else {
-                    PollFlags::IN
-                };
+                let flags = self.stream.interest(blocked);
                 let timeout = (pinged_at + self.ping_interval).saturating_duration_since(now);
                 let bell = self.receiver.outbox().bell();
-                bell.park(&[(self.stream.as_fd(), flags)], timeout)
+                bell.park(&[(self.stream.socket().as_fd(), flags)], timeout)
                     .map_err(|error| Error::io("wait for the lane", error))?;
             }
         }
@@ -102,19 +97,26 @@ impl PortLane {
 
     /// One non-blocking read; false if nothing is there.
     fn read(&mut self) -> Result<bool, Error> {
+        // Outside the write guard: under it, bytes inside TLS are only copied.
+        match self.stream.fill() {
+            Ok(Filled::Ready) => {}
+            Ok(Filled::Partial) => return Ok(true),
+            Ok(Filled::Nothing) => return Ok(false),
+            Err(error) => return Err(Error::io("read from the lane", error)),
+        }
         let got = match &mut self.reading {
             Reading::Header => {
-                let got = (&self.stream).read(&mut self.header[self.header_got..]);
+                let got = self.stream.read(&mut self.header[self.header_got..]);
                 got.inspect(|got| self.header_got += got)
             }
             Reading::Control { payload, got, .. } => {
-                let more = (&self.stream).read(&mut payload[*got..]);
+                let more = self.stream.read(&mut payload[*got..]);
                 more.inspect(|more| *got += more)
             }
             Reading::Data(incoming) => {
-                let stream = &self.stream;
+                let stream = &mut self.stream;
                 let brought = incoming.read(&mut self.scratch, &mut self.header, |buffers| {
-                    Ok(rustix::io::readv(stream, buffers)?)
+                    stream.read_vectored(buffers)
                 });
                 brought.map(|brought| {
                     self.header_got = brought.extra;
@@ -205,14 +207,16 @@ impl PortLane {
                     "the sender does not read replies".to_owned(),
                 ));
             }
+            let broken = |error| Error::io("write to the lane", error);
             if self.replies_sent == self.replies.len() {
-                return Ok(false);
+                return self.stream.push().map_err(broken);
             }
-            match (&self.stream).write(&self.replies[self.replies_sent..]) {
+            let rest = IoSlice::new(&self.replies[self.replies_sent..]);
+            match self.stream.send(&[rest], false) {
                 Ok(sent) => self.replies_sent += sent,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(Error::io("write to the lane", error)),
+                Err(error) => return Err(broken(error)),
             }
             if self.replies_sent == self.replies.len() {
                 self.replies.clear();

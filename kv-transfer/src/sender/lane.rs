@@ -10,6 +10,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustls::pki_types::ServerName;
+
 use super::SenderConfig;
 use super::source::Source;
 use super::transfer::{Inner, TransferShared};
@@ -17,6 +19,7 @@ use crate::codec::{Control, Header, Kind, Scope};
 use crate::error::Error;
 use crate::part::frame_crc;
 use crate::ticket::{LaneKey, ProcessToken, SessionId};
+use crate::transport::connect::Destination;
 use crate::transport::loopback::LoopbackLane;
 use crate::transport::tcp::TcpLane;
 use crate::transport::{Lane, OutQueue};
@@ -33,7 +36,11 @@ const BACK_OFF_MAX: Duration = Duration::from_secs(1);
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Peer {
     Loopback(ProcessToken),
-    Tcp { address: SocketAddr, key: LaneKey },
+    Tcp {
+        address: SocketAddr,
+        server_name: Option<ServerName<'static>>,
+        key: LaneKey,
+    },
 }
 
 #[derive(Default)]
@@ -154,7 +161,7 @@ impl Driver {
                     }
                     idle_since = Instant::now();
                 }
-                Err(error @ (Error::PeerLost(_) | Error::Protocol(_))) => {
+                Err(error @ (Error::PeerLost(_) | Error::Protocol(_) | Error::Tls(_))) => {
                     let (reason, now) = (error.to_string(), Instant::now());
                     for active in &self.transfers {
                         active
@@ -178,14 +185,19 @@ impl Driver {
                 self.session,
                 &self.bell,
             )?)),
-            Peer::Tcp { address, key } => {
-                let timeout = self.config.connect_timeout;
-                Ok(Box::new(TcpLane::connect(
-                    *address,
+            Peer::Tcp {
+                address,
+                server_name,
+                key,
+            } => {
+                let to = Destination {
+                    address: *address,
+                    tls: self.config.tls.as_ref(),
+                    server_name: server_name.as_ref(),
                     key,
-                    self.session,
-                    timeout,
-                )?))
+                };
+                let timeout = self.config.connect_timeout;
+                Ok(Box::new(TcpLane::connect(&to, self.session, timeout)?))
             }
         }
     }

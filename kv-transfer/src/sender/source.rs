@@ -131,6 +131,7 @@ mod tests {
             unsafe { MemoryRegion::new(memory.as_ptr().cast_mut(), memory.len(), Arc::new(())) };
         let target = LaneTarget {
             data_address: None,
+            server_name: None,
             process_token: ProcessToken(1),
             lane_key: LaneKey([0; 32]),
             ticket: Ticket(1),

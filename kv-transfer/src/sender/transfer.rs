@@ -244,6 +244,15 @@ impl Transfer {
         outcome(self.shared.lock().state.phase())
     }
 
+    /// Why the peer is lost, in words; `None` unless [`CommitOutcome::PeerLost`] is how
+    /// the transfer ended.
+    pub fn failure(&self) -> Option<String> {
+        match self.shared.lock().state.phase() {
+            Phase::Aborted(AbortCause::PeerLost(reason)) => Some(reason.clone()),
+            _ => None,
+        }
+    }
+
     /// Gives the transfer up and tells the receiver. Idempotent; without effect once
     /// it has ended. Does not block.
     pub fn abort(&self, reason: &str) {

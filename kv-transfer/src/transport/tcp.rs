@@ -4,23 +4,19 @@
 //! (up to 1 MiB and 1024 pieces): one write per frame would cost twice the CPU on
 //! small blocks, and a 64 KiB payload plus its header, written alone, is just over
 //! loopback's segment size, the slowest write there is. `TCP_NODELAY` is on, and
-//! `MSG_MORE` says when the next write follows at once.
+//! `MSG_MORE` says when the next write follows at once. Inside TLS the same pieces are
+//! encrypted instead, and borrowed until that is done.
 
-use std::io::{self, IoSlice, Read, Write};
-use std::net::{SocketAddr, TcpStream};
+use std::io::{self, IoSlice, Read};
 use std::os::fd::AsFd;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use baton_proto::protocol::CURRENT;
-use rustix::event::PollFlags;
-use rustix::io::Errno;
-use rustix::net::{SendAncillaryBuffer, SendFlags};
-
+use super::connect::{Destination, connect};
+use super::stream::LaneStream;
 use super::{Lane, OutFrame, OutQueue};
-use crate::codec::hello::{CHALLENGE_BYTES, Challenge, HELLO_BYTES, Hello, Verdict, proof};
 use crate::codec::{CONTROL_BYTES_MAX, Control, HEADER_BYTES, Header, Kind, Scope};
 use crate::error::Error;
-use crate::ticket::{LaneKey, SessionId};
+use crate::ticket::SessionId;
 use crate::wake::Bell;
 
 /// Pieces one `sendmsg` takes (`UIO_MAXIOV`).
@@ -32,7 +28,7 @@ const REPLY_BYTES: usize = CONTROL_BYTES_MAX + 4096;
 
 /// An authenticated connection to a data port.
 pub(crate) struct TcpLane {
-    stream: TcpStream,
+    stream: LaneStream,
     replies: Box<[u8]>,
     /// Bytes of `replies` that are filled, and of those, taken.
     filled: usize,
@@ -43,24 +39,14 @@ impl TcpLane {
     /// Connects and proves the lane key, all within `timeout`.
     ///
     /// # Errors
-    /// [`Error::Io`] if the port cannot be reached or closes during the hello (a wrong
-    /// key looks like that), [`Error::Full`] if it has enough lanes: try again later.
-    /// [`Error::Protocol`] if the two versions do not go together.
+    /// As [`connect`].
     pub(crate) fn connect(
-        address: SocketAddr,
-        key: &LaneKey,
+        to: &Destination<'_>,
         session: SessionId,
         timeout: Duration,
     ) -> Result<Self, Error> {
-        let until = Instant::now() + timeout;
-        let stream = TcpStream::connect_timeout(&address, timeout)
-            .map_err(|error| Error::io("connect to the data port", error))?;
-        shake_hands(&stream, key, session, until)?;
-        stream
-            .set_nonblocking(true)
-            .map_err(|error| Error::io("set up the lane", error))?;
         Ok(Self {
-            stream,
+            stream: connect(to, session, timeout)?,
             replies: vec![0; REPLY_BYTES].into_boxed_slice(),
             filled: 0,
             taken: 0,
@@ -87,78 +73,20 @@ impl TcpLane {
     }
 }
 
-fn shake_hands(
-    stream: &TcpStream,
-    key: &LaneKey,
-    session: SessionId,
-    until: Instant,
-) -> Result<(), Error> {
-    let context = "say hello to the data port";
-    let io = |error| Error::io(context, error);
-    let left = || {
-        let left = until.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            Err(Error::io(context, io::ErrorKind::TimedOut))
-        } else {
-            Ok(left)
-        }
-    };
-    stream.set_nodelay(true).map_err(io)?;
-    stream.set_write_timeout(Some(left()?)).map_err(io)?;
-    let hello = Hello {
-        version: CURRENT,
-        session,
-        nonce: rand::random(),
-    };
-    let hello: [u8; HELLO_BYTES] = hello.encode(key);
-    let mut stream = stream;
-    stream.write_all(&hello).map_err(io)?;
-    let mut challenge_bytes = [0; CHALLENGE_BYTES];
-    let mut got = 0;
-    while got < CHALLENGE_BYTES {
-        stream.set_read_timeout(Some(left()?)).map_err(io)?;
-        match stream.read(&mut challenge_bytes[got..]).map_err(io)? {
-            0 => return Err(Error::io(context, io::ErrorKind::UnexpectedEof)),
-            more => got += more,
-        }
-    }
-    let challenge = Challenge::decode(&challenge_bytes, key, &hello)
-        .ok_or_else(|| Error::io(context, io::ErrorKind::PermissionDenied))?;
-    match challenge.verdict {
-        Verdict::Welcome => {}
-        Verdict::Busy => {
-            return Err(Error::Full {
-                what: "lanes",
-                limit: 0,
-            });
-        }
-        Verdict::Version => {
-            let mismatch = CURRENT.check_peer(challenge.version);
-            let text = mismatch
-                .err()
-                .map_or_else(String::new, |error| error.to_string());
-            return Err(Error::Protocol(format!(
-                "the receiver refused our version {text}"
-            )));
-        }
-    }
-    stream
-        .write_all(&proof(key, &hello, &challenge_bytes))
-        .map_err(io)
-}
-
 impl Lane for TcpLane {
     fn flush(&mut self, queue: &mut OutQueue, more: bool) -> Result<bool, Error> {
         let mut moved = false;
+        let broken = |error| Error::io("write to the lane", error);
+        self.stream.push().map_err(broken)?;
         loop {
             queue.drop_ended();
             if queue.is_empty() {
                 break;
             }
-            let sent = match gather(&self.stream, queue, more) {
+            let sent = match gather(&mut self.stream, queue, more) {
                 Ok(sent) => sent,
-                Err(Errno::AGAIN | Errno::INTR) => break,
-                Err(errno) => return Err(Error::io("write to the lane", errno)),
+                Err(error) if comes_again(&error) => break,
+                Err(error) => return Err(broken(error)),
             };
             queue.advance(sent);
             moved = true;
@@ -167,48 +95,50 @@ impl Lane for TcpLane {
     }
 
     fn receive(&mut self) -> Result<Option<(Scope, Control)>, Error> {
-        if let Some(frame) = self.parse()? {
-            return Ok(Some(frame));
-        }
-        self.replies.copy_within(self.taken..self.filled, 0);
-        self.filled -= self.taken;
-        self.taken = 0;
-        match (&self.stream).read(&mut self.replies[self.filled..]) {
-            Ok(0) => Err(Error::io(
-                "read from the lane",
-                io::ErrorKind::UnexpectedEof,
-            )),
-            Ok(more) => {
-                self.filled += more;
-                self.parse()
+        loop {
+            if let Some(frame) = self.parse()? {
+                return Ok(Some(frame));
             }
-            Err(error)
-                if matches!(
-                    error.kind(),
-                    io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
-                ) =>
-            {
-                Ok(None)
+            self.replies.copy_within(self.taken..self.filled, 0);
+            self.filled -= self.taken;
+            self.taken = 0;
+            match self.stream.read(&mut self.replies[self.filled..]) {
+                Ok(0) => {
+                    return Err(Error::io(
+                        "read from the lane",
+                        io::ErrorKind::UnexpectedEof,
+                    ));
+                }
+                Ok(more) => self.filled += more,
+                Err(error) if comes_again(&error) => return Ok(None),
+                Err(error) => return Err(Error::io("read from the lane", error)),
             }
-            Err(error) => Err(Error::io("read from the lane", error)),
+            // What the socket still holds rings again; what the stream holds does not.
+            if !self.stream.holds_input() {
+                return self.parse();
+            }
         }
     }
 
     fn park(&mut self, bell: &Bell, want_flush: bool, timeout: Duration) -> Result<(), Error> {
-        let flags = if want_flush {
-            PollFlags::IN | PollFlags::OUT
-        } else {
-            PollFlags::IN
-        };
-        bell.park(&[(self.stream.as_fd(), flags)], timeout)
+        let flags = self.stream.interest(want_flush);
+        bell.park(&[(self.stream.socket().as_fd(), flags)], timeout)
             .map_err(|error| Error::io("wait for the lane", error))?;
         Ok(())
     }
 }
 
-/// Writes as much of the queue as one `sendmsg` takes. Source blocks are borrowed
-/// from before the call until after it.
-fn gather(stream: &TcpStream, queue: &OutQueue, more: bool) -> Result<usize, Errno> {
+/// Whether the same call may go well later.
+fn comes_again(error: &io::Error) -> bool {
+    matches!(
+        error.kind(),
+        io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted
+    )
+}
+
+/// Sends as much of the queue as one call takes. Source blocks are borrowed from before
+/// the call until after it.
+fn gather(stream: &mut LaneStream, queue: &OutQueue, more: bool) -> io::Result<usize> {
     let (frames, sent) = queue.frames();
     let mut skip = sent;
     let mut taken = 0;
@@ -248,9 +178,5 @@ fn gather(stream: &TcpStream, queue: &OutQueue, more: bool) -> Result<usize, Err
     }
     let whole = taken == queue.bytes();
     let slices: Vec<IoSlice<'_>> = slices.into_iter().map(IoSlice::new).collect();
-    let mut flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    if more || !whole {
-        flags |= SendFlags::MORE;
-    }
-    rustix::net::sendmsg(stream, &slices, &mut SendAncillaryBuffer::default(), flags)
+    stream.send(&slices, more || !whole)
 }

@@ -19,7 +19,13 @@ fn shape() -> Shape {
 const FRAMES: u64 = 6;
 
 async fn survives(faults: &[Fault]) {
-    let mut pair = Pair::new(Via::Proxy, shape(), 11);
+    for via in [Via::Proxy, Via::TlsProxy] {
+        survives_over(via, faults).await;
+    }
+}
+
+async fn survives_over(via: Via, faults: &[Fault]) {
+    let mut pair = Pair::new(via, shape(), 11);
     let before = pair.snapshot();
     for fault in faults {
         pair.proxy().inject(*fault);
@@ -28,20 +34,23 @@ async fn survives(faults: &[Fault]) {
     assert_eq!(
         pair.hand_off(b"x").await,
         CommitOutcome::Committed,
-        "{faults:?}"
+        "{via:?} {faults:?}"
     );
     assert!(
         started.elapsed() < Duration::from_secs(5),
-        "{faults:?} took {:?}",
+        "{via:?} {faults:?} took {:?}",
         started.elapsed()
     );
     assert!(
         matches!(pair.terminal().await, EventKind::Completed { .. }),
-        "{faults:?}"
+        "{via:?} {faults:?}"
     );
     pair.assert_equal(&before);
     pair.assert_no_terminal_event();
-    assert!(pair.proxy().is_spent(), "{faults:?} did not all happen");
+    assert!(
+        pair.proxy().is_spent(),
+        "{via:?} {faults:?} did not all happen"
+    );
 }
 
 #[tokio::test]
@@ -140,27 +149,23 @@ async fn a_resumed_lane_carries_only_what_was_missing() {
 
 #[tokio::test]
 async fn bytes_that_stay_damaged_abort_both_ends() {
-    let mut pair = Pair::with(
-        Via::Proxy,
-        shape(),
-        11,
-        |c| c.corrupt_frames_max = 2,
-        |_| {},
-    );
-    for frame in 0..3 {
-        pair.proxy().inject(Fault::DamagePayload(frame));
-    }
-    assert_eq!(
-        pair.hand_off(b"").await,
-        CommitOutcome::Refused(Refusal::Corrupt)
-    );
-    assert_eq!(
-        pair.terminal().await,
-        EventKind::Aborted {
-            reason: AbortReason::Corrupt
+    for via in [Via::Proxy, Via::TlsProxy] {
+        let mut pair = Pair::with(via, shape(), 11, |c| c.corrupt_frames_max = 2, |_| {});
+        for frame in 0..3 {
+            pair.proxy().inject(Fault::DamagePayload(frame));
         }
-    );
-    pair.assert_no_terminal_event();
+        assert_eq!(
+            pair.hand_off(b"").await,
+            CommitOutcome::Refused(Refusal::Corrupt)
+        );
+        assert_eq!(
+            pair.terminal().await,
+            EventKind::Aborted {
+                reason: AbortReason::Corrupt
+            }
+        );
+        pair.assert_no_terminal_event();
+    }
 }
 
 #[tokio::test]
@@ -193,7 +198,7 @@ async fn a_sender_that_dies_is_noticed_and_the_grant_expires() {
 
 #[tokio::test]
 async fn a_sender_that_is_dropped_says_so() {
-    for via in [Via::Loopback, Via::Tcp] {
+    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
         for round in 0..20 {
             let mut pair = Pair::new(via, shape(), 11);
             let transfer = pair.open(pair.grant(1), 1);
@@ -215,7 +220,7 @@ async fn a_sender_that_is_dropped_says_so() {
 
 #[tokio::test]
 async fn a_receiver_that_is_gone_is_peer_lost() {
-    for via in [Via::Loopback, Via::Tcp] {
+    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
         let pair = Pair::with(
             via,
             shape(),
@@ -280,28 +285,32 @@ async fn silence_is_death_on_both_sides() {
 
 #[tokio::test]
 async fn a_slow_link_is_not_a_dead_one() {
-    let mut pair = Pair::new(Via::Proxy, Shape::single(2, 12, 50_000), 11);
-    let before = pair.snapshot();
-    pair.proxy().throttle(600_000);
-    assert_eq!(pair.hand_off(b"").await, CommitOutcome::Committed);
-    assert!(matches!(pair.terminal().await, EventKind::Completed { .. }));
-    pair.assert_equal(&before);
+    for via in [Via::Proxy, Via::TlsProxy] {
+        let mut pair = Pair::new(via, Shape::single(2, 12, 50_000), 11);
+        let before = pair.snapshot();
+        pair.proxy().throttle(600_000);
+        assert_eq!(pair.hand_off(b"").await, CommitOutcome::Committed);
+        assert!(matches!(pair.terminal().await, EventKind::Completed { .. }));
+        pair.assert_equal(&before);
+    }
 }
 
 #[tokio::test]
 async fn an_idle_lane_outlives_the_silence_limit() {
-    let mut pair = Pair::new(Via::Tcp, shape(), 11);
-    let before = pair.snapshot();
-    let transfer = pair.open(pair.grant(1), 1);
-    assert_eq!(pair.next_event().await, EventKind::Started);
-    tokio::time::sleep(Duration::from_millis(1500)).await;
-    pair.push_all(&transfer).await.unwrap();
-    assert_eq!(
-        transfer.commit(Bytes::new()).await,
-        CommitOutcome::Committed
-    );
-    assert_eq!(transfer.statistics().reconnects, 0);
-    pair.assert_equal(&before);
+    for via in [Via::Tcp, Via::Tls] {
+        let mut pair = Pair::new(via, shape(), 11);
+        let before = pair.snapshot();
+        let transfer = pair.open(pair.grant(1), 1);
+        assert_eq!(pair.next_event().await, EventKind::Started);
+        tokio::time::sleep(Duration::from_millis(1500)).await;
+        pair.push_all(&transfer).await.unwrap();
+        assert_eq!(
+            transfer.commit(Bytes::new()).await,
+            CommitOutcome::Committed
+        );
+        assert_eq!(transfer.statistics().reconnects, 0);
+        pair.assert_equal(&before);
+    }
 }
 
 #[tokio::test]

@@ -8,3 +8,4 @@ mod fencing;
 mod hostile;
 mod moving;
 mod pair;
+mod tls;

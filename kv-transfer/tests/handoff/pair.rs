@@ -1,8 +1,12 @@
 //! A prefill end and a decode end with random block maps between them.
 #![allow(unsafe_code)]
 
+#[path = "tunnel.rs"]
+pub mod tunnel;
+
 use std::cell::UnsafeCell;
-use std::sync::Arc;
+use std::net::SocketAddr;
+use std::sync::{Arc, LazyLock};
 use std::time::Duration;
 
 use baton_kv_transfer::fault_proxy::FaultProxy;
@@ -15,13 +19,17 @@ use baton_kv_transfer::sender::{
 use baton_kv_transfer::{
     DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable, Ticket,
 };
+use baton_observability::test_certificates::{Authority, Identity};
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch, RequestId};
 use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::seq::SliceRandom;
 use rand::{Rng, RngCore, SeedableRng};
+use rustls::{ClientConfig, ServerConfig};
 use tokio::sync::mpsc::UnboundedReceiver;
+
+use tunnel::Tunnel;
 
 pub const EPOCH: Epoch = Epoch(0xbeef);
 pub const LAYOUT: LayoutDigest = LayoutDigest([9; 32]);
@@ -146,6 +154,35 @@ pub enum Via {
     Loopback,
     Tcp,
     Proxy,
+    /// Tcp inside TLS, certificates asked for at both ends.
+    Tls,
+    /// The proxy's faults happen to frames inside TLS.
+    TlsProxy,
+}
+
+impl Via {
+    fn has_tls(self) -> bool {
+        matches!(self, Self::Tls | Self::TlsProxy)
+    }
+
+    fn has_proxy(self) -> bool {
+        matches!(self, Self::Proxy | Self::TlsProxy)
+    }
+}
+
+/// What both ends of [`Via::Tls`] trust.
+pub static AUTHORITY: LazyLock<Authority> = LazyLock::new(Authority::new);
+static PORT_IDENTITY: LazyLock<Identity> = LazyLock::new(|| AUTHORITY.sign("127.0.0.1"));
+static SENDER_IDENTITY: LazyLock<Identity> = LazyLock::new(|| AUTHORITY.sign("prefill-0"));
+
+/// A data port's TLS; `mutual` asks for certificates of the same authority.
+pub fn port_tls(mutual: bool) -> Arc<ServerConfig> {
+    Authority::server(&PORT_IDENTITY, mutual.then_some(&*AUTHORITY))
+}
+
+/// A sender's TLS, with a certificate that the port accepts.
+pub fn sender_tls() -> Arc<ClientConfig> {
+    AUTHORITY.client(Some(&SENDER_IDENTITY))
 }
 
 /// Both ends.
@@ -156,7 +193,9 @@ pub struct Pair {
     pub port: Option<DataPort>,
     pub proxy: Option<FaultProxy>,
     pub sender: Sender,
-    via: Via,
+    /// Where senders connect to.
+    entrance: Option<SocketAddr>,
+    _tunnels: Vec<Tunnel>,
     pub source: Vec<Arc<Arena>>,
     pub destination: Vec<Arc<Arena>>,
     source_blocks: Vec<Vec<u32>>,
@@ -173,6 +212,18 @@ impl Pair {
         shape: Shape,
         seed: u64,
         receiving: impl FnOnce(&mut ReceiverConfig),
+        sending: impl FnOnce(&mut SenderConfig),
+    ) -> Self {
+        let porting = |_: &mut DataPortConfig| {};
+        Self::with_port(via, shape, seed, receiving, porting, sending)
+    }
+
+    pub fn with_port(
+        via: Via,
+        shape: Shape,
+        seed: u64,
+        receiving: impl FnOnce(&mut ReceiverConfig),
+        porting: impl FnOnce(&mut DataPortConfig),
         sending: impl FnOnce(&mut SenderConfig),
     ) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -208,15 +259,41 @@ impl Pair {
         let mut config = ReceiverConfig::new(EPOCH, LAYOUT, regions(&destination));
         receiving(&mut config);
         let receiver = Receiver::start(config, sink).unwrap();
-        let port = (via != Via::Loopback)
-            .then(|| DataPort::bind(DataPortConfig::default(), receiver.clone()).unwrap());
-        let proxy = (via == Via::Proxy)
-            .then(|| FaultProxy::start(port.as_ref().unwrap().local_address()).unwrap());
+        let mut config = DataPortConfig {
+            tls: via.has_tls().then(|| port_tls(true)),
+            ..DataPortConfig::default()
+        };
+        porting(&mut config);
+        let port =
+            (via != Via::Loopback).then(|| DataPort::bind(config, receiver.clone()).unwrap());
+        let mut entrance = port.as_ref().map(DataPort::local_address);
+        let mut tunnels = Vec::new();
+        let mut proxy = None;
+        if via.has_proxy() {
+            if via.has_tls() {
+                let tunnel = Tunnel::originate(&sender_tls(), entrance.unwrap());
+                entrance = Some(tunnel.address);
+                tunnels.push(tunnel);
+            }
+            let started = FaultProxy::start(entrance.unwrap()).unwrap();
+            entrance = Some(started.address());
+            if via.has_tls() {
+                let tunnel = Tunnel::terminate(&port_tls(true), started.address());
+                entrance = Some(tunnel.address);
+                tunnels.push(tunnel);
+            }
+            proxy = Some(started);
+        }
         let mut config = SenderConfig::new(regions(&source));
         config.transports = vec![match via {
             Via::Loopback => TransportKind::Loopback,
-            Via::Tcp | Via::Proxy => TransportKind::Tcp,
+            _ => TransportKind::Tcp,
         }];
+        if via.has_tls() {
+            config.tls = Some(sender_tls());
+            // Handshakes without optimisation, beside other tests, take their time.
+            config.reconnect_max = Duration::from_secs(10);
+        }
         sending(&mut config);
         let sender = Sender::start(config);
         Self {
@@ -226,7 +303,8 @@ impl Pair {
             port,
             proxy,
             sender,
-            via,
+            entrance,
+            _tunnels: tunnels,
             source,
             destination,
             source_blocks,
@@ -288,13 +366,9 @@ impl Pair {
     }
 
     pub fn target(&self, ticket: Ticket, attempt: u32) -> LaneTarget {
-        let data_address = match self.via {
-            Via::Loopback => None,
-            Via::Tcp => self.port.as_ref().map(DataPort::local_address),
-            Via::Proxy => self.proxy.as_ref().map(FaultProxy::address),
-        };
         LaneTarget {
-            data_address,
+            data_address: self.entrance,
+            server_name: None,
             process_token: self.receiver.process_token(),
             lane_key: self.receiver.lane_key().clone(),
             ticket,
