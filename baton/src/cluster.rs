@@ -178,11 +178,31 @@ impl Cluster {
         self.router.frontend()
     }
 
+    /// The prefill workers, in the plan's order.
+    pub fn prefill_workers(&self) -> &[PrefillWorker] {
+        &self.prefill
+    }
+
+    /// The decode workers, in the plan's order.
+    pub fn decode_workers(&self) -> &[DecodeWorker] {
+        &self.decode
+    }
+
+    /// Serves the front doors until `shutdown`; the cluster itself goes on.
+    ///
+    /// # Errors
+    /// As [`serve_doors`].
+    pub async fn serve(&self, doors: Doors, shutdown: CancellationToken) -> anyhow::Result<()> {
+        serve_doors(&self.router, Some(doors), self.admin_state(), shutdown).await
+    }
+
     /// Metrics and readiness of all roles as one endpoint.
     pub fn admin_state(&self) -> AdminState {
         let frontend = self.frontend();
         let mut registries: Vec<Arc<Registry>> = vec![frontend.registry()];
-        let mut refreshers: Vec<Box<dyn Fn() + Send + Sync>> = Vec::new();
+        let router = frontend.clone();
+        let mut refreshers: Vec<Box<dyn Fn() + Send + Sync>> =
+            vec![Box::new(move || router.refresh_metrics())];
         for worker in &self.prefill {
             registries.push(worker.registry());
             refreshers.push(Box::new(worker.refresh_metrics()));

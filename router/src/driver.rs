@@ -38,6 +38,10 @@ use crate::workers::{ServedModel, Worker};
 /// Blocks are promised back within a second of a client's going.
 const LAST_WORD: Duration = Duration::from_secs(1);
 
+/// How long a whole answer waits for the prefill worker's word on its cache. The word
+/// was sent before the answer's first token.
+const USAGE_PATIENCE: Duration = Duration::from_millis(250);
+
 /// A checked request.
 pub struct Job {
     pub request_id: RequestId,
@@ -353,9 +357,33 @@ impl Driver {
         stopped
     }
 
+    /// Prompt tokens that were found in a prefix cache.
+    ///
+    /// A prefill worker says so on a connection of its own, and a short answer may be
+    /// whole at the decode worker before the word is read: then it is waited for.
+    async fn cached_tokens(&mut self) -> u32 {
+        if let Some(known) = self.machine.cached_tokens() {
+            return known;
+        }
+        let Some(session) = &mut self.prefill else {
+            return 0;
+        };
+        let said = async {
+            while let Some((event, _)) = session.next().await {
+                if let PrefillEvent::Started { cached_tokens } = event {
+                    return cached_tokens;
+                }
+            }
+            0
+        };
+        tokio::time::timeout(USAGE_PATIENCE, said)
+            .await
+            .unwrap_or(0)
+    }
+
     async fn complete(&mut self) -> Option<Event> {
         let prompt_tokens = self.job.prompt.len() as u32;
-        let cached_tokens = self.machine.cached_tokens().min(prompt_tokens);
+        let cached_tokens = self.cached_tokens().await.min(prompt_tokens);
         self.metrics()
             .cached_prompt_tokens
             .inc_by(u64::from(cached_tokens));

@@ -294,9 +294,14 @@ impl Frontend {
         self.shared.workers.readiness()
     }
 
+    /// Brings the gauges up to date before a scrape.
+    pub fn refresh_metrics(&self) {
+        self.shared.workers.publish(&self.shared.metrics);
+    }
+
     /// The router's metrics as OpenMetrics text.
     pub fn metrics_text(&self) -> String {
-        self.shared.workers.publish(&self.shared.metrics);
+        self.refresh_metrics();
         metrics_text(&self.shared.registry)
     }
 
@@ -304,7 +309,7 @@ impl Frontend {
     pub fn admin_state(&self) -> AdminState {
         let (probe, scrape) = (self.clone(), self.clone());
         AdminState::new(Arc::clone(&self.shared.registry), move || probe.readiness())
-            .before_scrape(move || scrape.shared.workers.publish(&scrape.shared.metrics))
+            .before_scrape(move || scrape.refresh_metrics())
     }
 
     /// The router's registry, for a process that has several.

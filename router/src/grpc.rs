@@ -6,6 +6,7 @@
 
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use baton_observability::Readiness;
@@ -76,6 +77,48 @@ fn parse_timeout(text: &str) -> Option<Duration> {
         "n" => Duration::from_nanos(value),
         _ => return None,
     })
+}
+
+/// Answers in time by itself: tonic's timer, which a handler that still reads its
+/// request can lose to, ends the call as `CANCELLED` and without details.
+///
+/// Both timers start with the call, this one first, and tonic looks at its own last.
+#[derive(Clone)]
+struct InTime<S>(S);
+
+impl<S, B> tower::Service<http::Request<B>> for InTime<S>
+where
+    S: tower::Service<http::Request<B>, Response = http::Response<tonic::body::Body>>,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = Pin<Box<dyn Future<Output = Result<S::Response, S::Error>> + Send>>;
+
+    fn poll_ready(&mut self, context: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.0.poll_ready(context)
+    }
+
+    fn call(&mut self, request: http::Request<B>) -> Self::Future {
+        let given = request.headers().get("grpc-timeout");
+        let timeout = given.and_then(|value| parse_timeout(value.to_str().ok()?));
+        let due = timeout.map(tokio::time::sleep);
+        let answer = self.0.call(request);
+        Box::pin(async move {
+            let Some(due) = due else {
+                return answer.await;
+            };
+            tokio::select! {
+                biased;
+                answered = answer => answered,
+                () = due => {
+                    let message = "the request's deadline passed before it was read";
+                    Ok(to_status(&Error::new(ErrorKind::Deadline, message)).into_http())
+                }
+            }
+        })
+    }
 }
 
 type EventStream = Pin<Box<dyn Stream<Item = Result<v1::GenerateEvent, Status>> + Send>>;
@@ -191,6 +234,7 @@ impl Router {
         config.check_exposure("grpc", address)?;
         let (routes, reporter) = routes(&frontend)?;
         let server = transport::server(&config.tls)?
+            .layer(tower::layer::layer_fn(InTime))
             .add_routes(routes)
             .serve_with_incoming_shutdown(
                 TcpIncoming::from(listener).with_nodelay(Some(true)),

@@ -22,6 +22,7 @@ mod stream;
 mod wire;
 
 use std::future::Future;
+use std::time::Duration;
 
 use axum::Router as Routes;
 use axum::body::Body;
@@ -32,6 +33,7 @@ use axum::routing::{get, post};
 use baton_observability::tls_listener::{HTTP_ALPN, TlsListener};
 use baton_observability::{AdminState, admin};
 use baton_proto::{Error, ErrorKind, limits, v1};
+use futures::StreamExt as _;
 use serde::de::DeserializeOwned;
 use serde_json::json;
 use tokio::net::TcpListener;
@@ -40,6 +42,11 @@ use tokio_util::sync::CancellationToken;
 use crate::frontend::{CallContext, Frontend, GenerateStream};
 use fault::Fault;
 use request::Call;
+
+/// How much of a body over the limit is read before its client is answered.
+const DISCARD_BYTES_MAX: usize = 4 * limits::BODY_BYTES_MAX;
+/// And for how long.
+const DISCARD_TIME: Duration = Duration::from_secs(5);
 
 /// Serves the HTTP front door until `shutdown`, then lets open answers end.
 ///
@@ -239,6 +246,20 @@ fn context(frontend: &Frontend, headers: &HeaderMap) -> Result<CallContext, Faul
     Ok(call)
 }
 
+/// Reads on without keeping anything, for a while. A connection closed under a client
+/// that still sends is reset, and the refusal on its way to the client lost with it.
+async fn discard(mut frames: axum::body::BodyDataStream, mut seen: usize) {
+    let reading = async {
+        while let Some(Ok(frame)) = frames.next().await {
+            seen += frame.len();
+            if seen > DISCARD_BYTES_MAX {
+                return;
+            }
+        }
+    };
+    drop(tokio::time::timeout(DISCARD_TIME, reading).await);
+}
+
 /// The body as JSON; what is wrong is named by its path.
 async fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Body) -> Result<T, Fault> {
     let too_large = || {
@@ -252,11 +273,24 @@ async fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Body) -> Result<T,
         .get(header::CONTENT_LENGTH)
         .and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
     if announced.is_some_and(|length| length > limits::BODY_BYTES_MAX as u64) {
+        // Who asks first has sent nothing, and is not made to.
+        if !headers.contains_key(header::EXPECT) {
+            discard(body.into_data_stream(), 0).await;
+        }
         return Err(too_large());
     }
-    let bytes = axum::body::to_bytes(body, limits::BODY_BYTES_MAX)
-        .await
-        .map_err(|_| too_large())?;
+    let mut bytes = Vec::new();
+    let mut frames = body.into_data_stream();
+    while let Some(frame) = frames.next().await {
+        let frame = frame.map_err(|error| {
+            Error::invalid("", format!("the body broke off: {error}")).with_reason("invalid_body")
+        })?;
+        if bytes.len() + frame.len() > limits::BODY_BYTES_MAX {
+            discard(frames, bytes.len() + frame.len()).await;
+            return Err(too_large());
+        }
+        bytes.extend_from_slice(&frame);
+    }
     let mut parser = serde_json::Deserializer::from_slice(&bytes);
     let value: T = serde_path_to_error::deserialize(&mut parser).map_err(|error| {
         let path = error.path().to_string();

@@ -154,9 +154,10 @@ impl Request {
         self.stage_deadline.map_or(total, |stage| stage.min(total))
     }
 
-    /// Prompt tokens that the first placement found in a prefix cache.
-    pub fn cached_tokens(&self) -> u32 {
-        self.cached_tokens.unwrap_or(0)
+    /// Prompt tokens that the first placement found in a prefix cache; `None` until
+    /// the worker that computes the prompt has said so.
+    pub fn cached_tokens(&self) -> Option<u32> {
+        self.cached_tokens
     }
 
     /// Tokens of a choice so far, up to a stop string.

@@ -207,15 +207,17 @@ pub fn sampling(
 }
 
 /// The wire's bounds that hold before anything is tokenized, so that a wrong
-/// value is not paid for.
+/// value is not paid for. Whether the prompt fits is only known after it.
 ///
 /// # Errors
-/// As [`sampling`].
+/// As [`sampling`], but for the context's length.
 pub fn check_sampling_early(
     wire: Option<&v1::SamplingParams>,
     model: &ServedModel,
 ) -> Result<(), Error> {
-    sampling(wire, 0, model, 0).map(|_| ())
+    let absent = v1::SamplingParams::default();
+    let params = convert::sampling_from_wire(wire.unwrap_or(&absent), model.context_max, 0);
+    params.validate(model.tokenizer.size())
 }
 
 /// A client's request id, cleaned: letters, digits, `.`, `_` and `-` of its first

@@ -27,6 +27,8 @@ use tonic::Streaming;
 use super::{Link, Worker, Workers};
 use crate::placement::WorkerKey;
 
+/// Parts that a silence is counted in.
+const SILENCE_PARTS: u32 = 8;
 /// Bytes of a tokenizer specification's JSON; the largest known vocabularies
 /// (260 000 entries with merges) take about 40 MiB.
 const TOKENIZER_BYTES_MAX: usize = 256 << 20;
@@ -205,19 +207,19 @@ async fn follow_load(worker: &Worker, silence: Duration, on_gone: &(dyn Fn(&Work
 /// One watch stream, from call to end; and whether anything was heard.
 async fn follow_once(worker: &Worker, silence: Duration) -> (bool, End) {
     let silent = || format!("not a word for {} ms", silence.as_millis());
-    let opened = match tokio::time::timeout(silence, open_watch(worker)).await {
-        Err(_) => return (false, End::Lost(silent())),
-        Ok(Err(error)) => return (false, End::Lost(error.message)),
-        Ok(Ok(stream)) => stream,
+    let opened = match unless_silent(silence, open_watch(worker)).await {
+        None => return (false, End::Lost(silent())),
+        Some(Err(error)) => return (false, End::Lost(error.message)),
+        Some(Ok(stream)) => stream,
     };
     let mut stream = opened;
     let mut heard = false;
     loop {
-        match tokio::time::timeout(silence, stream.message()).await {
-            Err(_) => return (heard, End::Lost(silent())),
-            Ok(Err(status)) => return (heard, End::Broken(from_status(&status).message)),
-            Ok(Ok(None)) => return (heard, End::Broken("it closed its watch stream".to_owned())),
-            Ok(Ok(Some(event))) => {
+        match unless_silent(silence, stream.message()).await {
+            None => return (heard, End::Lost(silent())),
+            Some(Err(status)) => return (heard, End::Broken(from_status(&status).message)),
+            Some(Ok(None)) => return (heard, End::Broken("it closed its watch stream".to_owned())),
+            Some(Ok(Some(event))) => {
                 if event.epoch != worker.key.epoch().0 {
                     let reason = "another life of it answers at its address".to_owned();
                     return (heard, End::Lost(reason));
@@ -231,6 +233,21 @@ async fn follow_once(worker: &Worker, silence: Duration) -> (bool, End) {
             }
         }
     }
+}
+
+/// `work`, or `None` after `silence`.
+///
+/// The time is counted in parts, each begun when the one before is noticed to be
+/// over. A machine that stands still for longer than `silence` therefore costs one
+/// part, and is not taken for the death of every worker at once.
+async fn unless_silent<T>(silence: Duration, work: impl Future<Output = T>) -> Option<T> {
+    tokio::pin!(work);
+    for _ in 0..SILENCE_PARTS {
+        if let Ok(done) = tokio::time::timeout(silence / SILENCE_PARTS, &mut work).await {
+            return Some(done);
+        }
+    }
+    None
 }
 
 async fn open_watch(worker: &Worker) -> Result<Streaming<v1::WatchEvent>, Error> {
