@@ -1,0 +1,8 @@
+//! Whole-cluster tests, in one binary.
+
+mod bad_input;
+mod clients_gone;
+mod grpc_api;
+mod http_api;
+mod openai_client;
+mod processes;

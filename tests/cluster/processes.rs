@@ -1,0 +1,171 @@
+//! Real processes on a real etcd: workers join and leave, die and come back, and every
+//! token a client sees is the oracle's. KV travels over TCP here.
+//!
+//! ```text
+//! together   load is shared, SIGTERM leaves cleanly, a router comes back, two models
+//! deaths     SIGKILL of prefill and decode workers under load, and at the first token
+//! ```
+//!
+//! Seen to fail: with P's first token sent to the client again when D repeats it, with
+//! the record left to its lease at SIGTERM, and with a decode worker's requests failed
+//! instead of placed again.
+
+mod deaths;
+mod together;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use baton_engine::model::Model;
+use baton_proto::kv_layout::KvDtype;
+use baton_proto::sampling::SamplingParams;
+use baton_proto::status::from_status;
+use baton_proto::v1::inference_client::InferenceClient;
+use baton_proto::{Error, v1};
+use baton_tests::client::{self, Collector};
+use baton_tests::oracle::{Case, Oracle, Output};
+use rand::rngs::StdRng;
+use rand::{Rng as _, SeedableRng as _};
+use tokio::task::JoinSet;
+use tonic::transport::Channel;
+
+/// What a router of these tests is started with: every prompt through the prefill pool.
+const SPLIT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=2000"];
+
+/// A case and its right answer.
+type Known = (Case, Vec<Output>);
+
+/// Random requests with the oracle's answers; even ones are greedy, odd ones drawn.
+fn known(model: &Arc<Model>, seed: u64, count: usize, tokens: u32) -> Arc<Vec<Known>> {
+    let mut random = StdRng::seed_from_u64(seed);
+    let mut oracle = Oracle::new(model, KvDtype::F32);
+    let case = |index: usize, random: &mut StdRng| {
+        let length = random.random_range(17..220);
+        Case {
+            prompt: (0..length).map(|_| random.random_range(6..300)).collect(),
+            sampling: SamplingParams {
+                temperature: if index.is_multiple_of(2) { 0.0 } else { 0.9 },
+                seed: random.random(),
+                n: if index % 5 == 4 { 2 } else { 1 },
+                max_tokens: tokens,
+                ignore_eos: true,
+                ..SamplingParams::default()
+            },
+        }
+    };
+    let cases: Vec<Case> = (0..count).map(|index| case(index, &mut random)).collect();
+    let answered = cases.into_iter().map(|case| {
+        let right = oracle.run(&case);
+        (case, right)
+    });
+    Arc::new(answered.collect())
+}
+
+/// Runs a request over gRPC. Whatever arrives before a failure must be right as well.
+async fn ask(
+    mut client: InferenceClient<Channel>,
+    model: &str,
+    (case, right): &Known,
+) -> Result<(), Error> {
+    let request = v1::GenerateRequest {
+        model: model.to_owned(),
+        ..client::request(case)
+    };
+    let mut stream = client
+        .generate(request)
+        .await
+        .map_err(|status| from_status(&status))?
+        .into_inner();
+    let mut collector = Collector::new(case.sampling.n);
+    let failed = loop {
+        match stream.message().await {
+            Ok(Some(event)) => collector.take(event),
+            Ok(None) => break None,
+            Err(status) => break Some(from_status(&status)),
+        }
+    };
+    for (got, right) in collector.choices().iter().zip(right) {
+        assert!(
+            right.tokens.starts_with(&got.tokens),
+            "a wrong token reached the client: {:?} is not the start of {:?}",
+            got.tokens,
+            right.tokens
+        );
+    }
+    if let Some(error) = failed {
+        return Err(error);
+    }
+    let answer = collector.finish();
+    for (got, right) in answer.choices.iter().zip(right) {
+        assert_eq!(got.tokens, right.tokens);
+        assert_eq!(got.finish, right.finish);
+    }
+    Ok(())
+}
+
+/// Clients that ask one request after the other until they are told to stop.
+struct Traffic {
+    stop: Arc<AtomicBool>,
+    answered: Arc<AtomicUsize>,
+    clients: JoinSet<Vec<Error>>,
+}
+
+impl Traffic {
+    fn start(
+        client: &InferenceClient<Channel>,
+        model: &str,
+        cases: &Arc<Vec<Known>>,
+        width: usize,
+    ) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let answered = Arc::new(AtomicUsize::new(0));
+        let mut clients = JoinSet::new();
+        for first in 0..width {
+            let (client, model, cases) = (client.clone(), model.to_owned(), Arc::clone(cases));
+            let (stop, answered) = (Arc::clone(&stop), Arc::clone(&answered));
+            clients.spawn(async move {
+                let mut failures = Vec::new();
+                for index in (first..).step_by(width) {
+                    if stop.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    match ask(client.clone(), &model, &cases[index % cases.len()]).await {
+                        Ok(()) => {
+                            answered.fetch_add(1, Ordering::Relaxed);
+                        }
+                        Err(error) => failures.push(error),
+                    }
+                }
+                failures
+            });
+        }
+        Self {
+            stop,
+            answered,
+            clients,
+        }
+    }
+
+    /// Waits until this many more requests were answered well.
+    async fn wait_answered(&self, more: usize) {
+        let wanted = self.answered.load(Ordering::Relaxed) + more;
+        let waiting = async {
+            while self.answered.load(Ordering::Relaxed) < wanted {
+                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+            }
+        };
+        tokio::time::timeout(std::time::Duration::from_secs(30), waiting)
+            .await
+            .expect("requests are answered");
+    }
+
+    /// Lets every client finish its request; returns what failed.
+    async fn stop(mut self) -> Vec<Error> {
+        self.stop.store(true, Ordering::Relaxed);
+        let mut failures = Vec::new();
+        while let Some(ended) = self.clients.join_next().await {
+            failures.extend(ended.expect("no wrong token"));
+        }
+        failures
+    }
+}

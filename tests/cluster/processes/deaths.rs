@@ -1,0 +1,181 @@
+//! SIGKILL of workers: under load, and at the worst moment of a request.
+
+use std::time::Duration;
+
+use baton_proto::v1;
+use baton_tests::client::{self, Collector};
+use baton_tests::models;
+use baton_tests::oracle::{Case, Oracle};
+use baton_tests::pace::Stopwatch;
+use baton_tests::process::{Launcher, Pool, Worker, free_port};
+use futures::future::join_all;
+
+use super::{SPLIT, Traffic, ask, known};
+
+const SOON: Duration = Duration::from_secs(20);
+
+/// A worker that can be started again on its ports.
+struct Place {
+    pool: Pool,
+    id: &'static str,
+    flags: Vec<String>,
+    worker: Option<Worker>,
+}
+
+impl Place {
+    fn new(pool: Pool, id: &'static str) -> Self {
+        let mut flags = vec![format!("--listen=127.0.0.1:{}", free_port())];
+        if pool == Pool::Decode {
+            flags.push(format!("--data-listen=127.0.0.1:{}", free_port()));
+        }
+        Self {
+            pool,
+            id,
+            flags,
+            worker: None,
+        }
+    }
+
+    async fn start(&mut self, launcher: &Launcher) {
+        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
+        let worker = launcher.worker(self.pool, self.id, "rand", &flags).await;
+        self.worker = Some(worker);
+    }
+
+    async fn kill(&mut self) {
+        let mut worker = self.worker.take().expect("it runs");
+        worker.process.kill().await;
+    }
+
+    fn worker(&self) -> &Worker {
+        self.worker.as_ref().expect("it runs")
+    }
+}
+
+/// Requests go on beside deaths: they complete elsewhere or fail with a typed error,
+/// and a worker that comes back on its old ports serves within two seconds.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn deaths_under_load_show_no_wrong_token() {
+    let cases = known(&models::fixture("rand"), 0xdead, 32, 40);
+    let launcher = Launcher::start().await;
+    let mut places = [
+        Place::new(Pool::Prefill, "p0"),
+        Place::new(Pool::Prefill, "p1"),
+        Place::new(Pool::Decode, "d0"),
+        Place::new(Pool::Decode, "d1"),
+    ];
+    join_all(places.iter_mut().map(|place| place.start(&launcher))).await;
+    let router = launcher.router(&SPLIT).await;
+    router.wait_workers("rand", (2, 2), SOON).await;
+
+    let traffic = Traffic::start(&router.grpc(), "rand", &cases, 6);
+    for round in 0..6 {
+        // p0, d0, p1, d1, p0, d0
+        let place = &mut places[[0, 2, 1, 3][round % 4]];
+        traffic.wait_answered(4).await;
+        place.kill().await;
+        // The others serve on.
+        traffic.wait_answered(4).await;
+        place.start(&launcher).await;
+        let back = Stopwatch::start();
+        router
+            .wait_workers("rand", (2, 2), Duration::from_secs(2))
+            .await;
+        // It gets work at once, and nothing goes to its life of before.
+        while place.worker().load().await.handoffs_total == 0 {
+            assert!(
+                back.elapsed() < Duration::from_secs(5),
+                "round {round}: no work"
+            );
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+    let failures = traffic.stop().await;
+    for error in &failures {
+        assert!(error.kind.is_retryable(), "{error:?}");
+    }
+    println!("{} requests failed with a typed error", failures.len());
+    for place in &places {
+        place.worker().wait_released(Duration::from_secs(3)).await;
+    }
+    for one in cases.iter() {
+        ask(router.grpc(), "rand", one).await.unwrap();
+    }
+}
+
+/// When the stream is to lose its prefill worker.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Moment {
+    /// The decode worker has taken the request; the prompt is being computed.
+    Accepted,
+    /// The client sees index 0: right after the prefill worker's first token, about
+    /// at its commit.
+    FirstToken,
+    /// A little later: after the commit.
+    After(Duration),
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_worker_dead_at_the_first_token_repeats_and_loses_nothing() {
+    let model = models::fixture("rand");
+    let mut oracle = Oracle::new(&model, baton_proto::kv_layout::KvDtype::F32);
+    let launcher = Launcher::start().await;
+    let mut prefill = Place::new(Pool::Prefill, "p0");
+    let mut decode = Place::new(Pool::Decode, "d0");
+    tokio::join!(prefill.start(&launcher), decode.start(&launcher));
+    let router = launcher.router(&SPLIT).await;
+    let mut local = 0;
+    for round in 0..12_u32 {
+        let moment = match round % 3 {
+            0 => Moment::FirstToken,
+            1 => Moment::Accepted,
+            _ => Moment::After(Duration::from_millis(u64::from(round))),
+        };
+        router.wait_workers("rand", (1, 1), SOON).await;
+        let length = 40 + round * 130;
+        let case = Case {
+            prompt: (0..length)
+                .map(|i| 6 + (i * 11 + round * 57) % 290)
+                .collect(),
+            sampling: baton_proto::sampling::SamplingParams {
+                temperature: if round.is_multiple_of(2) { 0.0 } else { 0.9 },
+                seed: 99,
+                n: 1 + round % 2,
+                max_tokens: 48,
+                ignore_eos: true,
+                ..Default::default()
+            },
+        };
+        let right = oracle.run(&case);
+        let request = client::request(&case);
+        let mut stream = router.grpc().generate(request).await.unwrap().into_inner();
+        let mut collector = Collector::new(case.sampling.n);
+        let mut killed = false;
+        // The collector refuses an index that comes twice or is left out.
+        while let Some(event) = stream.message().await.unwrap() {
+            let accepted = matches!(event.event, Some(v1::generate_event::Event::Accepted(_)));
+            collector.take(event);
+            let now = match moment {
+                Moment::Accepted => accepted,
+                Moment::FirstToken | Moment::After(_) => collector.tokens() > 0,
+            };
+            if now && !killed {
+                if let Moment::After(time) = moment {
+                    tokio::time::sleep(time).await;
+                }
+                prefill.kill().await;
+                killed = true;
+            }
+        }
+        assert!(killed, "{moment:?}");
+        let answer = collector.finish();
+        for (got, right) in answer.choices.iter().zip(&right) {
+            assert_eq!(got.tokens, right.tokens, "{moment:?}, {length} tokens");
+        }
+        local += u32::from(answer.timings.path == "local");
+        decode.worker().wait_released(Duration::from_secs(1)).await;
+        prefill.start(&launcher).await;
+    }
+    println!("{local} of 12 requests were computed by the decode worker in the end");
+    assert!(local > 0, "no death came before a commit");
+}

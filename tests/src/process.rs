@@ -1,0 +1,508 @@
+//! A real etcd and real `baton` processes on free loopback ports.
+//!
+//! Everything started here is ended with its owner, by its process id. When a test
+//! fails, the end of each process's log is printed.
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+use std::time::Duration;
+
+use baton_membership::{Etcd, EtcdConfig, Membership as _};
+use baton_proto::v1;
+use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
+use baton_proto::v1::inference_client::InferenceClient;
+use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
+use rustix::process::{Pid, Signal, kill_process};
+use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
+use tokio::process::{Child, ChildStdout, Command};
+use tokio::time::{Instant, sleep, timeout};
+use tonic::transport::{Channel, Endpoint};
+
+use crate::http::Http;
+use crate::pace::Stopwatch;
+
+/// Patience for a process to start or to end.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// A port that was free a moment ago.
+///
+/// # Panics
+/// If there is none.
+pub fn free_port() -> u16 {
+    std::net::TcpListener::bind("127.0.0.1:0")
+        .and_then(|listener| listener.local_addr())
+        .expect("a free port")
+        .port()
+}
+
+/// A folder of `tests/fixtures`.
+pub fn fixture_path(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("fixtures")
+        .join(name)
+}
+
+/// The `baton` binary of the profile these tests were built with.
+///
+/// # Panics
+/// If it is not there, saying how to build it.
+pub fn baton_binary() -> PathBuf {
+    let test = std::env::current_exe().expect("the test's own path");
+    // target/PROFILE/deps/TEST
+    let profile = test
+        .parent()
+        .and_then(Path::parent)
+        .expect("a target folder");
+    let binary = profile.join("baton");
+    assert!(
+        binary.is_file(),
+        "no `{}`: build it with `cargo build -p baton` (scripts/test does)",
+        binary.display()
+    );
+    binary
+}
+
+/// A child process with its log.
+pub struct Process {
+    pub name: String,
+    child: Child,
+    stdout: Option<Lines<BufReader<ChildStdout>>>,
+    log: PathBuf,
+}
+
+impl Process {
+    /// Starts `program`; its standard error goes to a file in `folder`.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    pub fn start(name: &str, program: &Path, args: &[String], folder: &Path) -> Self {
+        let log = folder.join(format!("{name}-{:08x}.log", rand::random::<u32>()));
+        let file = std::fs::File::create(&log).expect("a log file");
+        let mut command = Command::new(program);
+        for (variable, _) in std::env::vars_os() {
+            if variable.to_string_lossy().starts_with("BATON_") {
+                command.env_remove(variable);
+            }
+        }
+        let mut child = command
+            .args(args)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(file)
+            .kill_on_drop(true)
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot run `{}`: {error}", program.display()));
+        let stdout = child.stdout.take().map(|out| BufReader::new(out).lines());
+        Self {
+            name: name.to_owned(),
+            child,
+            stdout,
+            log,
+        }
+    }
+
+    /// The next line of standard output that `find` recognises.
+    ///
+    /// # Panics
+    /// If the process ends or stays silent before it.
+    pub async fn line<T>(&mut self, find: impl Fn(&str) -> Option<T>) -> T {
+        let lines = self.stdout.as_mut().expect("standard output");
+        let reading = async {
+            while let Some(line) = lines.next_line().await.expect("standard output is text") {
+                if let Some(found) = find(&line) {
+                    return Some(found);
+                }
+            }
+            None
+        };
+        let found = timeout(PATIENCE, reading).await;
+        found
+            .ok()
+            .flatten()
+            .unwrap_or_else(|| panic!("`{}` did not say it is ready", self.name))
+    }
+
+    fn signal(&self, signal: Signal) {
+        let pid = self.child.id().expect("the process runs");
+        let pid = Pid::from_raw(i32::try_from(pid).expect("a process id")).expect("not 0");
+        kill_process(pid, signal).expect("the process takes the signal");
+    }
+
+    /// SIGTERM; returns without waiting.
+    pub fn terminate(&self) {
+        self.signal(Signal::TERM);
+    }
+
+    /// SIGKILL; returns when the process is gone.
+    ///
+    /// # Panics
+    /// If it had gone before.
+    pub async fn kill(&mut self) {
+        self.signal(Signal::KILL);
+        self.child
+            .wait()
+            .await
+            .expect("the process can be waited for");
+    }
+
+    /// Waits for the end and returns the exit code.
+    ///
+    /// # Panics
+    /// If it goes on too long or died of a signal.
+    pub async fn exit_code(&mut self) -> i32 {
+        let ended = timeout(PATIENCE, self.child.wait())
+            .await
+            .unwrap_or_else(|_| panic!("`{}` does not end", self.name));
+        let status = ended.expect("the process can be waited for");
+        status
+            .code()
+            .unwrap_or_else(|| panic!("`{}` died of a signal: {status}", self.name))
+    }
+
+    /// What it wrote to standard error.
+    pub fn log(&self) -> String {
+        std::fs::read_to_string(&self.log).unwrap_or_default()
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            let log = self.log();
+            let lines: Vec<&str> = log.lines().collect();
+            let tail = lines[lines.len().saturating_sub(20)..].join("\n");
+            eprintln!("--- end of the log of `{}`:\n{tail}", self.name);
+        }
+        drop(self.child.start_kill());
+    }
+}
+
+/// A real etcd with its data in a temporary folder.
+pub struct EtcdServer {
+    _process: Process,
+    url: String,
+}
+
+impl EtcdServer {
+    /// Starts one with short heartbeats, so that it serves within a second.
+    ///
+    /// # Panics
+    /// If etcd is not installed or does not start.
+    pub async fn start(folder: &Path) -> Self {
+        // A port that was free a moment ago may be taken; then others are tried.
+        for _ in 0..5 {
+            let (port, peer) = (free_port(), free_port());
+            let url = format!("http://127.0.0.1:{port}");
+            let peer = format!("http://127.0.0.1:{peer}");
+            let data = folder.join(format!("etcd-{port}"));
+            let args = [
+                "--name=test".to_owned(),
+                format!("--data-dir={}", data.display()),
+                "--logger=zap".to_owned(),
+                "--log-level=error".to_owned(),
+                "--heartbeat-interval=50".to_owned(),
+                "--election-timeout=300".to_owned(),
+                format!("--listen-client-urls={url}"),
+                format!("--advertise-client-urls={url}"),
+                format!("--listen-peer-urls={peer}"),
+                format!("--initial-advertise-peer-urls={peer}"),
+                format!("--initial-cluster=test={peer}"),
+            ];
+            let program = Path::new("etcd");
+            assert!(
+                which(program),
+                "no `etcd`: these tests need a real one, `apt-get install etcd-server`"
+            );
+            let mut process = Process::start("etcd", program, &args, folder);
+            let address = SocketAddr::from(([127, 0, 0, 1], port));
+            let started = Instant::now();
+            while started.elapsed() < PATIENCE
+                && process.child.try_wait().is_ok_and(|e| e.is_none())
+            {
+                // Connecting first: the client takes a refused connection for a defect.
+                if tokio::net::TcpStream::connect(address).await.is_ok() {
+                    let health = Http::new(address).get("/health").await;
+                    if String::from_utf8_lossy(&health.body).contains("true") {
+                        return Self {
+                            _process: process,
+                            url,
+                        };
+                    }
+                }
+                sleep(Duration::from_millis(20)).await;
+            }
+        }
+        panic!("etcd did not start on five pairs of ports");
+    }
+
+    /// Where it serves.
+    pub fn url(&self) -> &str {
+        &self.url
+    }
+
+    /// A follower of the workers that are registered.
+    ///
+    /// # Panics
+    /// If the address is malformed, which it is not.
+    pub fn follow(&self) -> Etcd {
+        Etcd::start(EtcdConfig::new(vec![self.url.clone()], "default")).expect("an etcd client")
+    }
+}
+
+fn which(program: &Path) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+}
+
+/// Waits until the ids of the registered workers are these.
+///
+/// # Panics
+/// If they are not within `patience`.
+pub async fn wait_listed(etcd: &Etcd, ids: &[&str], patience: Duration) {
+    let mut view = etcd.watch();
+    let seen = |view: &baton_membership::View| -> Vec<String> {
+        view.workers.keys().map(|id| id.to_string()).collect()
+    };
+    let waiting = async {
+        loop {
+            if seen(&view.borrow_and_update()) == ids {
+                return;
+            }
+            view.changed().await.expect("the follower runs");
+        }
+    };
+    if timeout(patience, waiting).await.is_err() {
+        let now = seen(&etcd.watch().borrow());
+        panic!("after {patience:?} the workers are {now:?}, not {ids:?}");
+    }
+}
+
+/// Which pool a worker process belongs to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pool {
+    Prefill,
+    Decode,
+}
+
+/// A `baton prefill` or `baton decode` process.
+pub struct Worker {
+    pub process: Process,
+    pub control: SocketAddr,
+    pool: Pool,
+}
+
+impl Worker {
+    /// What the worker says of itself.
+    ///
+    /// # Panics
+    /// If it does not answer.
+    pub async fn describe(&self) -> v1::WorkerDescription {
+        let channel = Endpoint::from_shared(format!("http://{}", self.control))
+            .expect("an address")
+            .connect()
+            .await
+            .expect("the worker listens");
+        let request = v1::DescribeRequest {
+            protocol: Some(baton_proto::protocol::CURRENT.into()),
+        };
+        let answer = match self.pool {
+            Pool::Prefill => PrefillWorkerClient::new(channel).describe(request).await,
+            Pool::Decode => DecodeWorkerClient::new(channel).describe(request).await,
+        };
+        answer.expect("the worker describes itself").into_inner()
+    }
+
+    /// Its load now.
+    ///
+    /// # Panics
+    /// If it does not say.
+    pub async fn load(&self) -> v1::Load {
+        self.describe().await.load.expect("a load")
+    }
+
+    /// Waits until it holds nothing for a request.
+    ///
+    /// # Panics
+    /// If something is still held after `patience`.
+    pub async fn wait_released(&self, patience: Duration) {
+        let waited = Stopwatch::start();
+        loop {
+            let load = self.load().await;
+            if crate::cluster::held(&load) == 0 {
+                return;
+            }
+            assert!(
+                waited.elapsed() < patience,
+                "`{}` still holds after {patience:?}: {load:?}",
+                self.process.name
+            );
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+/// A `baton router` or `baton up` process.
+pub struct RouterProcess {
+    pub process: Process,
+    pub http: SocketAddr,
+    pub grpc: SocketAddr,
+}
+
+impl RouterProcess {
+    /// A client of the HTTP door.
+    pub fn http(&self) -> Http {
+        Http::new(self.http)
+    }
+
+    /// A client of the gRPC door.
+    ///
+    /// # Panics
+    /// If the address is malformed, which it is not.
+    pub fn grpc(&self) -> InferenceClient<Channel> {
+        let endpoint = Endpoint::from_shared(format!("http://{}", self.grpc)).expect("an address");
+        InferenceClient::new(endpoint.connect_lazy())
+    }
+
+    /// Waits until a model has this many workers, prefill and decode.
+    ///
+    /// # Panics
+    /// If it has not within `patience`.
+    pub async fn wait_workers(&self, model: &str, workers: (u32, u32), patience: Duration) {
+        let waited = Stopwatch::start();
+        loop {
+            let answer = self.grpc().list_models(v1::ListModelsRequest {}).await;
+            let models = answer.map_or_else(|_| Vec::new(), |answer| answer.into_inner().models);
+            let found = models
+                .iter()
+                .find(|one| one.name == model)
+                .map(|one| (one.prefill_workers, one.decode_workers));
+            if found == Some(workers) {
+                return;
+            }
+            assert!(
+                waited.elapsed() < patience,
+                "`{model}` has {found:?} workers, not {workers:?}: {models:?}"
+            );
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+}
+
+/// Starts processes that find each other through one etcd.
+pub struct Launcher {
+    pub etcd: EtcdServer,
+    folder: tempfile::TempDir,
+}
+
+impl Launcher {
+    /// Starts the etcd.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub async fn start() -> Self {
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let etcd = EtcdServer::start(folder.path()).await;
+        Self { etcd, folder }
+    }
+
+    /// A folder for this test's files.
+    pub fn folder(&self) -> &Path {
+        self.folder.path()
+    }
+
+    /// Starts a router, on free ports unless `extra` names them.
+    ///
+    /// # Panics
+    /// If it does not come up.
+    pub async fn router(&self, extra: &[&str]) -> RouterProcess {
+        let mut args = vec!["router".to_owned()];
+        args.extend([
+            format!("--etcd={}", self.etcd.url()),
+            "--etcd-ttl-s=10".into(),
+        ]);
+        if !extra.iter().any(|arg| arg.starts_with("--http=")) {
+            args.extend(["--http=127.0.0.1:0".to_owned(), "--grpc=127.0.0.1:0".into()]);
+        }
+        args.extend(extra.iter().map(|arg| (*arg).to_owned()));
+        let mut process = Process::start("router", &baton_binary(), &args, self.folder.path());
+        let (http, grpc) = process
+            .line(|line| {
+                let rest = line.strip_prefix("baton router: http://")?;
+                let (http, grpc) = rest.split_once(" grpc ")?;
+                Some((http.parse().ok()?, grpc.trim().parse().ok()?))
+            })
+            .await;
+        RouterProcess {
+            process,
+            http,
+            grpc,
+        }
+    }
+
+    /// Starts a worker on a fixture. Returns once it is registered.
+    ///
+    /// # Panics
+    /// If it does not come up.
+    pub async fn worker(&self, pool: Pool, id: &str, fixture: &str, extra: &[&str]) -> Worker {
+        let role = match pool {
+            Pool::Prefill => "prefill",
+            Pool::Decode => "decode",
+        };
+        let mut args = vec![role.to_owned()];
+        args.extend([
+            format!("--etcd={}", self.etcd.url()),
+            "--etcd-ttl-s=10".to_owned(),
+            format!("--worker-id={id}"),
+            format!("--model={}", fixture_path(fixture).display()),
+            "--kv-dtype=f32".to_owned(),
+            "--kv-tokens=16384".to_owned(),
+            "--chunk-tokens=64".to_owned(),
+        ]);
+        args.extend(extra.iter().map(|arg| (*arg).to_owned()));
+        let mut process = Process::start(id, &baton_binary(), &args, self.folder.path());
+        let control = process
+            .line(|line| {
+                let rest = line.split_once("control ")?.1;
+                rest.split_whitespace().next()?.parse().ok()
+            })
+            .await;
+        Worker {
+            process,
+            control,
+            pool,
+        }
+    }
+}
+
+/// Starts `baton up` on a fixture, called `test`, with doors on free ports.
+///
+/// # Panics
+/// If it does not come up.
+pub async fn up(fixture: &str, extra: &[&str], folder: &Path) -> RouterProcess {
+    let mut args = vec![
+        "up".to_owned(),
+        format!("--model={}", fixture_path(fixture).display()),
+        "--model-name=test".to_owned(),
+        "--kv-dtype=f32".to_owned(),
+        "--http=127.0.0.1:0".to_owned(),
+        "--grpc=127.0.0.1:0".to_owned(),
+        "--no-pin".to_owned(),
+    ];
+    args.extend(extra.iter().map(|arg| (*arg).to_owned()));
+    let mut process = Process::start("up", &baton_binary(), &args, folder);
+    let http = process
+        .line(|line| {
+            let at = line.trim().strip_prefix("http ")?.trim();
+            at.split_once("://")?.1.parse().ok()
+        })
+        .await;
+    let grpc = process
+        .line(|line| line.trim().strip_prefix("grpc ")?.trim().parse().ok())
+        .await;
+    RouterProcess {
+        process,
+        http,
+        grpc,
+    }
+}
