@@ -189,7 +189,7 @@ fn threads(args: &WorkerArgs) -> usize {
 /// A prefill worker process's settings.
 ///
 /// # Errors
-/// As [`tls_settings`].
+/// As [`tls_settings`], or TLS without an authority.
 pub fn prefill_config(
     args: &PrefillRoleArgs,
     model_name: &str,
@@ -202,6 +202,11 @@ pub fn prefill_config(
     config.advertise.clone_from(&args.worker.advertise);
     config.admin_listen = Some(args.worker.admin);
     config.tls = tls_settings(&args.tls)?;
+    if config.tls.is_enabled() && config.tls.authority.is_none() {
+        anyhow::bail!(
+            "`--tls-authority` is missing beside `--tls-certificate`: without it a prefill worker cannot check the certificates of decode workers"
+        );
+    }
     config.tls.peer_name.clone_from(&args.tls_peer_name);
     config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
     config.topology.clone_from(&args.worker.topology);

@@ -161,6 +161,9 @@ impl DecodeWorker {
         model: Arc<Model>,
         membership: Arc<dyn Membership>,
     ) -> Result<Self, Error> {
+        // Files that cannot be used are found before anything has started.
+        let admin_tls = config.tls.rustls_server(HTTP_ALPN)?;
+        let data_tls = config.tls.rustls_server(&[])?;
         let mut registry = baton_observability::exposition::registry(&[
             ("model_name", config.engine.model_name.as_str()),
             ("role", "decode"),
@@ -207,7 +210,7 @@ impl DecodeWorker {
             Some(address) => {
                 let port = DataPortConfig {
                     address,
-                    tls: config.tls.rustls_server(&[])?,
+                    tls: data_tls,
                     ..DataPortConfig::default()
                 };
                 Some(DataPort::bind(port, receiver.clone())?)
@@ -221,7 +224,6 @@ impl DecodeWorker {
                 .unwrap_or_default()
         });
 
-        let admin_tls = config.tls.rustls_server(HTTP_ALPN)?;
         let listener = bind("listen", config.listen).await?;
         let control = local_address(&listener)?;
         let admin_listener = match config.admin_listen {

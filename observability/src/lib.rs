@@ -1,5 +1,5 @@
 //! What a Baton process tells about itself: metrics, logs, latency arithmetic
-//! and the small HTTP endpoint that probes and scrapers ask.
+//! and the small HTTP endpoint that probes and scrapers ask, over TLS if need be.
 //!
 //! Every metric is declared once, in [`RouterMetrics`] or [`WorkerMetrics`]; the
 //! catalogue, its documentation and the exposition all follow from that one

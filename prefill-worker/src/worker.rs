@@ -123,6 +123,9 @@ impl PrefillWorker {
         model: Arc<Model>,
         membership: Arc<dyn Membership>,
     ) -> Result<Self, Error> {
+        // Files that cannot be used are found before anything has started.
+        let admin_tls = config.tls.rustls_server(HTTP_ALPN)?;
+        let data_tls = config.tls.rustls_client()?;
         let mut registry = baton_observability::exposition::registry(&[
             ("model_name", config.engine.model_name.as_str()),
             ("role", "prefill"),
@@ -152,10 +155,9 @@ impl PrefillWorker {
 
         let epoch = Epoch(rand::random());
         let sender = Sender::start(SenderConfig {
-            tls: config.tls.rustls_client()?,
+            tls: data_tls,
             ..SenderConfig::new(regions_of(engine.memory()))
         });
-        let admin_tls = config.tls.rustls_server(HTTP_ALPN)?;
         let listener = bind("listen", config.listen).await?;
         let control = local_address(&listener)?;
         let admin_listener = match config.admin_listen {
