@@ -39,7 +39,7 @@ pub fn run(args: ChatArgs) -> anyhow::Result<()> {
         let person = std::io::stdin().is_terminal();
         if person {
             eprintln!(
-                "talking to {}; /clear forgets, Ctrl-C stops an answer, /quit or Ctrl-D ends",
+                "talking to {}; /clear forgets, Ctrl-C stops an answer, /quit ends",
                 source.model()
             );
         }

@@ -219,7 +219,8 @@ pub fn bytes_bar(total: u64, message: &str, quiet: bool) -> ProgressBar {
     if quiet {
         bar.set_draw_target(ProgressDrawTarget::hidden());
     }
-    let style = "{msg} [{bar:30}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+    // The bar takes what the line leaves: one that wraps is not wiped whole.
+    let style = "{msg} [{wide_bar}] {bytes}/{total_bytes} {bytes_per_sec} {eta}";
     bar.set_style(
         ProgressStyle::with_template(style)
             .unwrap_or_else(|_| ProgressStyle::default_bar())

@@ -5,7 +5,7 @@ use std::time::Duration;
 use baton_observability::RouterMetrics;
 use baton_observability::labels::{Path, TtftPhase};
 use baton_observability::latency::{SecondTokenMarks, TtftMarks};
-use baton_proto::{Error, v1};
+use baton_proto::{Error, ErrorKind, v1};
 use tokio::time::Instant;
 
 use crate::placement::WorkerKey;
@@ -225,6 +225,12 @@ impl Timing {
                 ttft_ms,
                 total_ms,
                 "request finished"
+            ),
+            // A client that left is no failure of ours.
+            Err(error) if error.kind == ErrorKind::Cancelled => tracing::info!(
+                model, path, prefill, decode, prompt_tokens, output_tokens, ttft_ms, total_ms,
+                reason = error.reason, %error,
+                "request cancelled"
             ),
             Err(error) => tracing::warn!(
                 model, path, prefill, decode, prompt_tokens, output_tokens, ttft_ms, total_ms,

@@ -1,5 +1,6 @@
 //! The whole router against scripted workers: real sockets, real tonic, no engine.
 
+mod bodies;
 mod cluster;
 mod faults;
 mod front_door;
