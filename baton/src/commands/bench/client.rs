@@ -27,7 +27,7 @@ pub struct Client {
 
 enum Wire {
     Grpc(grpc::Client),
-    Openai(Box<openai::Client>),
+    Openai(openai::Client),
 }
 
 impl Client {
@@ -44,7 +44,7 @@ impl Client {
             }
             Api::Openai => {
                 let (client, model) = openai::Client::connect(args).await?;
-                (Wire::Openai(Box::new(client)), model, VOCAB_SIZE_UNTOLD)
+                (Wire::Openai(client), model, VOCAB_SIZE_UNTOLD)
             }
         };
         Ok(Self {

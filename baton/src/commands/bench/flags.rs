@@ -56,7 +56,8 @@ pub struct TargetArgs {
     /// Vocabulary that prompt ids are drawn from [default: the model's, or 32000 with --api openai].
     #[arg(long, env = "BATON_VOCAB_SIZE", value_parser = clap::value_parser!(u32).range(1..))]
     pub vocab_size: Option<u32>,
-    /// Names the prompts, lengths and arrivals: the same seed sends the same load.
+    /// Names the prompts, lengths and arrivals: the same seed sends the same load, so a
+    /// second run against one server needs another seed, or its prefix cache answers.
     #[arg(long, env = "BATON_SEED", default_value_t = 1)]
     pub seed: u64,
     /// What one request gets before it counts as failed.

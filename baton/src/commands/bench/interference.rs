@@ -88,7 +88,9 @@ pub async fn run(args: &InterferenceArgs, client: &Client) -> anyhow::Result<Int
         shared_prefix: 0,
         vocab_size: client.vocab_size,
     };
-    let seed = args.target.seed;
+    // Apart from the prompts of a load run of the same seed, which would otherwise
+    // begin like these and be found in the server's prefix cache.
+    let seed = args.target.seed ^ 0x696E_6A65_6374_6564;
     let injections = jobs(
         &shape(args.injection_prompt_tokens, args.injection_tokens),
         args.injections as usize,
