@@ -1,8 +1,9 @@
 //! Whatever a client sends gets a clear answer, and nobody beside it notices.
 //!
 //! Each table is fired while a neighbour streams on the same workers; the neighbour's
-//! tokens must be the oracle's. Seen to fail: with the vocabulary check of
-//! `logit_bias` taken out of the router and the workers.
+//! tokens must be the oracle's. Seen to fail: while the context's
+//! message counted the prompt as empty, and while a body over the limit was answered
+//! before its client had sent it.
 
 use std::time::Duration;
 

@@ -2,9 +2,8 @@
 //! token, in the handoff, in decode, with several choices.
 //!
 //! Afterwards the leak probe: requests that together need 95 % of each pool are
-//! admitted at once and equal the oracle. Seen to fail: with the session to the
-//! decode worker kept when the client's stream is dropped, and with one block of a
-//! cancelled handoff kept reserved.
+//! admitted at once and equal the oracle. Seen to fail: with the streams of clients
+//! that left kept open.
 
 use std::time::Duration;
 

@@ -1,9 +1,8 @@
 //! The gRPC front door as its protocol promises it: order of the stream, deadlines,
 //! cancellation, error details, limits, reflection and health.
 //!
-//! Seen to fail: the deadline test with the driver's own deadline taken out (tonic's
-//! timer ends with the response's head), the release tests with the decode session
-//! kept open after its client had gone.
+//! Seen to fail: the deadline test while tonic's own timer could end a call first, as
+//! CANCELLED and without details.
 
 use std::time::{Duration, Instant};
 

@@ -1,8 +1,7 @@
 //! The official Python client works unmodified.
 //!
 //! `openai_client.py` beside this file is the test; this half starts a cluster and
-//! hands it the address. Seen to fail: with the role left out of a stream's first
-//! chunk, and with an error body of another shape.
+//! hands it the address.
 
 use std::path::{Path, PathBuf};
 use std::process::Stdio;

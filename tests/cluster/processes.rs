@@ -6,9 +6,9 @@
 //! deaths     SIGKILL of prefill and decode workers under load, and at the first token
 //! ```
 //!
-//! Seen to fail: with P's first token sent to the client again when D repeats it, with
-//! the record left to its lease at SIGTERM, and with a decode worker's requests failed
-//! instead of placed again.
+//! Seen to fail: with SIGKILL in place of SIGTERM, since the record then waits for its
+//! lease; and on a machine that stood still for three seconds, while the router still
+//! took that for the death of every worker.
 
 mod deaths;
 mod together;

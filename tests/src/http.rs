@@ -421,3 +421,65 @@ impl Streamed {
         self.deltas[choice].concat()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn chunk(delta: &Value, finish: Option<&str>) -> Value {
+        json!({
+            "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 5, "model": "test",
+            "choices": [{ "index": 0, "delta": delta, "logprobs": null, "finish_reason": finish }],
+        })
+    }
+
+    /// Role, text, end.
+    fn good() -> Vec<Value> {
+        vec![
+            chunk(&json!({ "role": "assistant", "content": "" }), None),
+            chunk(&json!({ "content": "hi" }), None),
+            chunk(&json!({}), Some("stop")),
+        ]
+    }
+
+    fn breaks_a_rule(chunks: Vec<Value>, done: bool) -> bool {
+        let mut events: Vec<Event> = chunks.into_iter().map(Event::Json).collect();
+        if done {
+            events.push(Event::Done);
+        }
+        std::panic::catch_unwind(|| Streamed::read(&events, true, 1, false)).is_err()
+    }
+
+    #[test]
+    fn every_broken_rule_is_found() {
+        assert!(!breaks_a_rule(good(), true));
+        assert!(breaks_a_rule(good(), false), "no [DONE]");
+        assert!(breaks_a_rule(good()[1..].to_vec(), true), "no role");
+        assert!(breaks_a_rule(good()[..2].to_vec(), true), "no end");
+
+        let mut mixed = good();
+        mixed[2]["choices"][0]["delta"] = json!({ "content": "!" });
+        assert!(breaks_a_rule(mixed, true), "text in the last chunk");
+
+        let mut late = good();
+        late.push(chunk(&json!({ "content": "!" }), None));
+        assert!(breaks_a_rule(late, true), "text after the end");
+
+        let mut keyless = good();
+        let choice = keyless[1]["choices"][0].as_object_mut();
+        choice.expect("an object").remove("finish_reason");
+        assert!(breaks_a_rule(keyless, true), "no finish_reason key");
+
+        let mut unasked = good();
+        unasked.push(json!({
+            "id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 5, "model": "test",
+            "choices": [], "usage": { "total_tokens": 3 },
+        }));
+        assert!(breaks_a_rule(unasked, true), "usage unasked");
+
+        let mut other_id = good();
+        other_id[1]["id"] = json!("chatcmpl-2");
+        assert!(breaks_a_rule(other_id, true), "two ids");
+    }
+}

@@ -1,8 +1,9 @@
 //! A stream keeps the rules of the public API and says what the whole answer says.
 //!
-//! The rules are checked by [`Streamed::read`] and the parser below it. Seen to fail:
-//! with the last text put into the finishing chunk, and with a usage chunk sent
-//! unasked.
+//! The rules are checked by [`Streamed::read`] and the parser below it, whose own tests
+//! break each rule. Seen to fail: while a short answer did not wait for the prefill
+//! worker's word on its cache, and while a prompt whose answer ends with its first
+//! token could be computed a second time.
 //!
 //! [`Streamed::read`]: baton_tests::http::Streamed::read
 

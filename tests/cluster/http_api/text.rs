@@ -3,7 +3,7 @@
 //!
 //! The CHAIN fixtures spell known texts, `walks.json` says which. The prompt ends just
 //! before the first character, so on the split path the prefill worker makes its first
-//! byte and the decode worker the rest. Seen to fail: with each token decoded alone.
+//! byte and the decode worker the rest.
 
 use baton_engine::model::Model;
 use baton_proto::v1;

@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use baton_proto::v1;
 use baton_tests::client::{self, Collector};
+use baton_tests::http::Event;
 use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, Worker, free_port};
 use futures::future::join_all;
+use serde_json::json;
 
 use super::{SPLIT, Traffic, ask, known};
 
@@ -178,4 +180,49 @@ async fn a_prefill_worker_dead_at_the_first_token_repeats_and_loses_nothing() {
     }
     println!("{local} of 12 requests were computed by the decode worker in the end");
     assert!(local > 0, "no death came before a commit");
+}
+
+/// With nobody left, a stream says so: one error object, then its end. Nothing makes it
+/// look whole.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_that_loses_its_only_decode_worker_ends_with_an_error() {
+    let launcher = Launcher::start().await;
+    let mut prefill = Place::new(Pool::Prefill, "p0");
+    let mut decode = Place::new(Pool::Decode, "d0");
+    tokio::join!(prefill.start(&launcher), decode.start(&launcher));
+    let router = launcher.router(&SPLIT).await;
+    router.wait_workers("rand", (1, 1), SOON).await;
+    let body = |stream: bool| {
+        json!({
+            "model": "rand", "prompt": [50, 51, 52], "max_tokens": 4000, "ignore_eos": true,
+            "stream": stream,
+        })
+    };
+    let mut stream = router.http().stream("/v1/completions", &body(true)).await;
+    for _ in 0..5 {
+        stream.next().await.expect("it runs");
+    }
+    let whole = {
+        let (http, body) = (router.http(), body(false));
+        tokio::spawn(async move { http.post("/v1/completions", &body).await })
+    };
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    decode.kill().await;
+    let mut error = None;
+    while let Some(event) = stream.next().await {
+        let Event::Json(chunk) = event else {
+            panic!("[DONE] after a failure")
+        };
+        assert!(error.is_none(), "something after the error: {chunk}");
+        if chunk.get("error").is_some() {
+            error = Some(chunk["error"].clone());
+        } else {
+            assert!(chunk["choices"][0]["finish_reason"].is_null(), "{chunk}");
+        }
+    }
+    let error = error.expect("an error object");
+    assert_eq!(error["type"], "server_error", "{error}");
+    assert!(error["message"].is_string() && error["code"].is_string());
+    let reply = whole.await.expect("an answer");
+    assert_eq!(reply.error(503)["type"], "server_error");
 }
