@@ -152,10 +152,12 @@ async fn empty_prompts_are_refused_or_start_from_the_start_token() {
 /// B035: around the context's edge. Asking for more than is left is always refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prompts_fit_the_context_to_the_last_token() {
-    let mut setup = Setup::default();
-    setup.prefill_kv_tokens = 256;
-    setup.decode_kv_tokens = 256;
-    setup.context_max = Some(64);
+    let setup = Setup {
+        prefill_kv_tokens: 256,
+        decode_kv_tokens: 256,
+        context_max: Some(64),
+        ..Setup::default()
+    };
     let open = OpenCluster::start(&setup, &models::fixture("rand")).await;
     for length in [1_u64, 47, 48, 62, 63, 64, 65, 500] {
         let asked = [
@@ -516,11 +518,7 @@ async fn a_worker_refuses_another_life_s_work() {
         DecodeWorkerClient::new(connect(cluster.decode_workers()[0].control_address()));
     let mut prefill =
         PrefillWorkerClient::new(connect(cluster.prefill_workers()[0].control_address()));
-    let decode_is = decode
-        .describe(describe.clone())
-        .await
-        .unwrap()
-        .into_inner();
+    let decode_is = decode.describe(describe).await.unwrap().into_inner();
     let prefill_is = prefill.describe(describe).await.unwrap().into_inner();
     let card: Value = serde_json::from_str(&decode_is.model_card_json).unwrap();
     let revision = card["revision"].as_str().unwrap().to_owned();
