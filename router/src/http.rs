@@ -53,6 +53,8 @@ const DISCARD_TIME: Duration = Duration::from_secs(5);
 /// # Errors
 /// [`ErrorKind::Invalid`] for TLS files that cannot be used or an address beyond
 /// loopback without API keys; [`ErrorKind::Internal`] if serving breaks.
+// Written out, because callers need the future to be `Send` and to borrow nothing.
+#[allow(clippy::manual_async_fn)]
 pub fn serve(
     frontend: Frontend,
     listener: TcpListener,
