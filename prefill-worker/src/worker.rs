@@ -87,6 +87,14 @@ impl Shared {
             .with_retry_after(self.config.engine.limits.retry_after)
     }
 
+    /// Resolves when another process has taken this worker's id.
+    async fn superseded(&self) -> Epoch {
+        match self.registration.get() {
+            Some(registration) => registration.superseded().await,
+            None => std::future::pending().await,
+        }
+    }
+
     /// Marks the worker as leaving: no new requests, seen by routers at once.
     pub(crate) async fn start_draining(&self) {
         self.state.send_replace(WorkerState::Draining);
@@ -260,21 +268,31 @@ impl PrefillWorker {
     /// Runs until `shutdown` or until the engine fails, then drains and leaves.
     ///
     /// # Errors
-    /// [`Error::EngineStopped`] if the engine ended by itself.
+    /// [`Error::EngineStopped`] if the engine ended by itself, [`Error::Membership`] if
+    /// another process took the worker's id.
     ///
     /// *Cancel safety*: dropping it skips the drain.
     pub async fn run(self, shutdown: CancellationToken) -> Result<(), Error> {
         let mut stopped = self.engine_stopped.clone();
-        let failure = tokio::select! {
-            () = shutdown.cancelled() => None,
+        enum End {
+            Asked,
+            Engine(String),
+            Superseded(Epoch),
+        }
+        let end = tokio::select! {
+            () = shutdown.cancelled() => End::Asked,
             changed = stopped.wait_for(Option::is_some) => {
-                Some(changed.ok().and_then(|reason| reason.clone()).unwrap_or_default())
+                End::Engine(changed.ok().and_then(|reason| reason.clone()).unwrap_or_default())
             }
+            by = self.shared.superseded() => End::Superseded(by),
         };
-        self.stop(failure.is_some()).await?;
-        match failure {
-            Some(reason) => Err(Error::EngineStopped(reason)),
-            None => Ok(()),
+        let id = self.shared.info.worker_id.clone();
+        // Routers send a superseded worker nothing any more; what runs here may end.
+        self.stop(matches!(end, End::Engine(_))).await?;
+        match end {
+            End::Asked => Ok(()),
+            End::Engine(reason) => Err(Error::EngineStopped(reason)),
+            End::Superseded(by) => Err(baton_membership::Error::Superseded { id, by }.into()),
         }
     }
 

@@ -1,1 +1,21 @@
-//! baton-tests
+//! What the whole-cluster tests share.
+//!
+//! ```text
+//! models    the fixtures and the real models, loaded once per process
+//! oracle    one engine, batch 1, no cache, no chunks, no split: what is right
+//! cluster   a cluster inside this process and its counters
+//! client    requests in, whole outputs out
+//! doors     a cluster whose front doors are open
+//! http      an HTTP client and a strict reader of event streams
+//! pace      time without the gaps of a busy machine
+//! process   a real etcd, real `baton` processes
+//! ```
+
+pub mod client;
+pub mod cluster;
+pub mod doors;
+pub mod http;
+pub mod models;
+pub mod oracle;
+pub mod pace;
+pub mod process;
