@@ -145,11 +145,23 @@ fn check_real(name: &str) {
     let reference = reference(name);
     let tolerance = |key: &str| reference["tolerance"][key].as_f64().unwrap() as f32;
     let probes = ids(&reference["probe_ids"]);
+    let (mut agreed, mut compared) = (0, 0);
     for prompt in reference["prompts"].as_array().unwrap() {
         let tokens = ids(&prompt["ids"]);
         let mut runner = Runner::new(&model, Setup::default());
         let (_, logits) = runner.prefill(&tokens, 128);
         let what = format!("{name}, {} {} tokens", prompt["kind"], tokens.len());
+        // The peer (llama.cpp on this very file) is another int8 arithmetic: where its
+        // own two best are as near as the roundings of both, either may come first.
+        let peer = prompt["peer"]["top"].as_array().unwrap();
+        let peer_logprob = |place: usize| peer[place][1].as_f64().unwrap() as f32;
+        let same = argmax(&logits) == peer[0][0].as_u64().unwrap() as u32;
+        compared += 1;
+        agreed += u32::from(same);
+        assert!(
+            same || peer_logprob(0) - peer_logprob(1) < tolerance("top1_gap"),
+            "{what}: the peer has another first place, by a clear gap"
+        );
         let tops = prompt["top"].as_array().unwrap();
         let top = |place: usize| {
             (
@@ -190,6 +202,8 @@ fn check_real(name: &str) {
             );
         }
     }
+    println!("{name}: {agreed} of {compared} first places are the peer's");
+    assert!(agreed + 2 >= compared, "{name}: {agreed} of {compared}");
 }
 
 #[test]
