@@ -21,7 +21,7 @@ use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
 use baton_proto::live_requests::LiveRequests;
-use baton_proto::transport::{self, bind_error};
+use baton_proto::transport;
 use baton_proto::v1::decode_worker_server::DecodeWorkerServer;
 use baton_proto::worker_info::{WorkerInfo, WorkerState};
 use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
@@ -232,13 +232,14 @@ impl DecodeWorker {
                 .unwrap_or_default()
         });
 
-        let listener = bind("listen", config.listen).await?;
-        let control = local_address(&listener)?;
-        let admin_listener = match config.admin_listen {
-            Some(address) => Some(bind("admin_listen", address).await?),
-            None => None,
+        let (listener, control) = transport::listen("listen", config.listen).await?;
+        let (admin_listener, admin) = match config.admin_listen {
+            Some(address) => {
+                let (listener, bound) = transport::listen("admin_listen", address).await?;
+                (Some(listener), Some(bound))
+            }
+            None => (None, None),
         };
-        let admin = admin_listener.as_ref().map(local_address).transpose()?;
         let card = Arc::new(engine.card().clone());
         let counts = Arc::new(Counts::default());
         let (state, state_rx) = watch::channel(WorkerState::Starting);
@@ -449,30 +450,12 @@ fn serve_grpc(
         .max_encoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX),
     );
     let tls = shared.config.tls.clone();
-    let mut state = shared.info.state.clone();
-    let (ready_tx, ready) = watch::channel(false);
-    let follow = async move {
-        loop {
-            ready_tx.send_replace(*state.borrow_and_update() == WorkerState::Ready);
-            if state.changed().await.is_err() {
-                std::future::pending::<()>().await;
-            }
-        }
-    };
+    let state = shared.info.state.clone();
     servers.spawn(async move {
-        let serving = transport::serve(
-            listener,
-            &tls,
-            services,
-            &["baton.v1.DecodeWorker"],
-            ready,
-            stop,
-        );
-        tokio::select! {
-            served = serving => if let Err(error) = served {
-                tracing::error!(%error, "the control port ended");
-            },
-            () = follow => {}
+        let names = &["baton.v1.DecodeWorker"];
+        let served = transport::serve(listener, &tls, services, names, state, stop).await;
+        if let Err(error) = served {
+            tracing::error!(%error, "the control port ended");
         }
     });
 }
@@ -513,16 +496,4 @@ fn record(shared: &Shared, control: SocketAddr) -> WorkerRecord {
         },
         topology: shared.config.topology.clone(),
     }
-}
-
-async fn bind(field: &str, address: SocketAddr) -> Result<TcpListener, Error> {
-    TcpListener::bind(address)
-        .await
-        .map_err(|error| bind_error(field, &address.to_string(), &error).into())
-}
-
-fn local_address(listener: &TcpListener) -> Result<SocketAddr, Error> {
-    listener
-        .local_addr()
-        .map_err(|error| bind_error("listen", "", &error).into())
 }

@@ -7,6 +7,7 @@
 
 pub mod tls;
 
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use tokio::net::TcpListener;
@@ -17,6 +18,7 @@ use tonic::transport::server::TcpIncoming;
 use tonic::transport::{Channel, Endpoint, Server};
 
 use crate::error::{Error, ErrorKind};
+use crate::worker_info::WorkerState;
 pub use tls::TlsSettings;
 
 const STREAM_WINDOW_BYTES: u32 = 8 << 20;
@@ -51,7 +53,7 @@ pub fn server(tls: &TlsSettings) -> Result<Server, Error> {
 /// Serves `services` with reflection and `grpc.health.v1` until `shutdown`, then lets
 /// open calls end.
 ///
-/// `names` are the services whose health follows `ready`; so does the server's own
+/// `names` are the services whose health follows `state`; so does the server's own
 /// (the empty name).
 ///
 /// # Errors
@@ -63,7 +65,7 @@ pub async fn serve(
     tls: &TlsSettings,
     services: RoutesBuilder,
     names: &'static [&'static str],
-    mut ready: watch::Receiver<bool>,
+    mut state: watch::Receiver<WorkerState>,
     shutdown: CancellationToken,
 ) -> Result<(), Error> {
     let internal =
@@ -83,9 +85,9 @@ pub async fn serve(
             .map_err(|error| internal(&error))?,
     );
 
-    let follow_ready = async move {
+    let follow_state = async move {
         loop {
-            let status = if *ready.borrow_and_update() {
+            let status = if *state.borrow_and_update() == WorkerState::Ready {
                 tonic_health::ServingStatus::Serving
             } else {
                 tonic_health::ServingStatus::NotServing
@@ -93,7 +95,7 @@ pub async fn serve(
             for name in names.iter().copied().chain([""]) {
                 reporter.set_service_status(name, status).await;
             }
-            if ready.changed().await.is_err() {
+            if state.changed().await.is_err() {
                 std::future::pending::<()>().await;
             }
         }
@@ -104,7 +106,7 @@ pub async fn serve(
         .serve_with_incoming_shutdown(incoming, shutdown.cancelled_owned());
     tokio::select! {
         served = serving => served.map_err(|error| internal(&error)),
-        () = follow_ready => Ok(()),
+        () = follow_state => Ok(()),
     }
 }
 
@@ -131,6 +133,17 @@ pub fn channel(address: &str, tls: &TlsSettings) -> Result<Channel, Error> {
         None => endpoint,
     };
     Ok(endpoint.connect_lazy())
+}
+
+/// Binds a port and says where it is bound, with the real port where 0 was asked for.
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] naming `field` and the address.
+pub async fn listen(field: &str, address: SocketAddr) -> Result<(TcpListener, SocketAddr), Error> {
+    let refused = |error| bind_error(field, &address.to_string(), &error);
+    let listener = TcpListener::bind(address).await.map_err(refused)?;
+    let bound = listener.local_addr().map_err(refused)?;
+    Ok((listener, bound))
 }
 
 /// The kind of a failure to bind a port, as an error of ours.
