@@ -80,7 +80,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         ids.len(),
         prefill.as_secs_f64() * 1e3,
         ids.len() as f64 / prefill.as_secs_f64(),
-        output.flops as f64 / prefill.as_secs_f64() / 1e9,
+        output.work.ops() as f64 / prefill.as_secs_f64() / 1e9,
     );
     let mut tokens = Vec::new();
     let mut times: Vec<Duration> = Vec::new();
@@ -93,7 +93,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         tokens.push(token as u32);
         executor.recycle(output);
         let (next, time) = run(&mut executor, &step(vec![token as u32], position))?;
-        bytes += next.bytes;
+        bytes += next.work.bytes();
         times.push(time);
         output = next;
     }

@@ -188,7 +188,7 @@ impl Core {
             match outcome {
                 Ok(Some(output)) => {
                     self.failed_steps = 0;
-                    (statistics.flops, statistics.bytes) = (output.flops, output.bytes);
+                    (statistics.flops, statistics.bytes) = (output.work.ops(), output.work.bytes());
                     self.take_results(&rows, &output, &mut statistics);
                     self.executor.recycle(output);
                 }

@@ -19,7 +19,6 @@
 //!
 //! Not here: what to compute (the scheduler), which blocks (the pool), sampling.
 
-mod cost;
 mod layout;
 
 use std::sync::Arc;
@@ -31,7 +30,7 @@ use crate::backend::{AttentionShape, Backend, CpuBackend, HeadShape, KvLayer, Qu
 use crate::kv::KvMemory;
 use crate::model::{LayerWeights, Model, ModelConfig, Weights};
 use crate::step::{Error, Executor, StepEvent, StepId, StepOutput, StepPlan};
-use cost::Cost;
+use crate::step_work::{MatrixCost, ModelCost, StepWork};
 use layout::StepRows;
 
 pub use layout::Pools;
@@ -41,6 +40,7 @@ pub struct DecoderExecutor<B: Backend> {
     config: ModelConfig,
     weights: Arc<Weights<B::Matrix, B::Vector, B::Rope>>,
     backend: B,
+    cost: ModelCost,
     pools: Pools,
     kv_groups: Vec<KvGroup>,
     /// Per model layer.
@@ -59,7 +59,7 @@ struct Step {
     layers: usize,
     /// Rows that `x` holds: all, then those that want logits.
     live: usize,
-    cost: Cost,
+    work: StepWork,
 }
 
 /// Activations, sized once for the largest step.
@@ -101,7 +101,7 @@ impl CpuExecutor {
         }
         let pools = Pools {
             block_size: layout.block_size,
-            element_bytes: layout.dtype.bytes(),
+            position_bytes: layout.layer_bytes() / layout.block_size as usize,
             blocks: (0..layout.groups.len())
                 .map(|group| memory.blocks(group))
                 .collect(),
@@ -146,7 +146,16 @@ impl<B: Backend> DecoderExecutor<B> {
             gate_up: allocate(2 * config.ffn),
             ffn: allocate(config.ffn),
         };
+        let cost = ModelCost::new(&config, &weights, pools.position_bytes as u64, |matrix| {
+            let (outputs, inputs) = backend.matrix_shape(matrix);
+            MatrixCost {
+                bytes: backend.matrix_bytes(matrix),
+                outputs: outputs as u64,
+                inputs: inputs as u64,
+            }
+        });
         Self {
+            cost,
             rows: StepRows::new(step_tokens_max, groups.len()),
             config,
             weights,
@@ -159,6 +168,11 @@ impl<B: Backend> DecoderExecutor<B> {
             steps: 0,
             spare: Vec::new(),
         }
+    }
+
+    /// What rows cost in this executor's model.
+    pub fn cost(&self) -> &ModelCost {
+        &self.cost
     }
 
     /// Computes layer `index` for the `live` rows of the step; returns how many rows
@@ -286,7 +300,7 @@ impl<B: Backend> DecoderExecutor<B> {
     }
 
     /// Logits of the `live` rows, which by now are those that want them.
-    fn output(&mut self, live: usize, cost: &Cost) -> StepOutput {
+    fn output(&mut self, live: usize, work: StepWork) -> StepOutput {
         let vocab_size = self.config.vocab;
         let mut logits = std::mem::take(&mut self.spare);
         logits.resize(live * vocab_size, 0.0);
@@ -306,8 +320,7 @@ impl<B: Backend> DecoderExecutor<B> {
         StepOutput {
             logits,
             vocab_size,
-            flops: cost.flops,
-            bytes: cost.bytes,
+            work,
         }
     }
 }
@@ -333,18 +346,11 @@ where
         self.step = None;
         self.rows
             .lay_out(plan, &self.config, &self.kv_groups, &self.pools)?;
-        let cost = cost::of(
-            &self.config,
-            &self.weights,
-            &self.backend,
-            &self.rows,
-            &self.kv_groups,
-            &self.pools,
-        );
+        let work = self.cost.step(self.rows.runs());
         self.step = Some(Step {
             layers: 0,
             live: self.rows.len(),
-            cost,
+            work,
         });
         self.steps += 1;
         Ok(StepId(self.steps))
@@ -355,7 +361,7 @@ where
             return Err(Error::NoStep);
         };
         if step.layers == self.config.layers.len() {
-            return Ok(StepEvent::Done(self.output(step.live, &step.cost)));
+            return Ok(StepEvent::Done(self.output(step.live, step.work)));
         }
         if step.layers == 0 {
             self.backend.embed(

@@ -12,6 +12,8 @@
 //! scheduler  pure: what the next step computes
 //! kv         block pool, block tables, prefix cache, pool memory
 //! step       the plan and the result of one step, as plain data
+//! step_work  what a step asks of the device: operations and bytes
+//! step_time  how long that takes, predicted and calibrated
 //! decoder    one transformer decoder driven by data, over a backend's operations
 //! model      GGUF and safetensors files -> configuration, weights, tokenizer spec
 //! sampling   logits -> tokens
@@ -30,3 +32,5 @@ pub mod sampling;
 pub mod scheduler;
 mod start;
 pub mod step;
+pub mod step_time;
+pub mod step_work;

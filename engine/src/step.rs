@@ -13,6 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use baton_proto::TokenId;
 
+use crate::step_work::StepWork;
+
 /// Names a step of one executor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct StepId(pub u64);
@@ -74,9 +76,8 @@ pub struct StepOutput {
     pub logits: Vec<f32>,
     /// Width of one logits row.
     pub vocab_size: usize,
-    /// Floating-point operations and bytes the step needed, for MFU and MBU.
-    pub flops: u64,
-    pub bytes: u64,
+    /// What the step asked of the device.
+    pub work: StepWork,
 }
 
 /// Runs plans on one device.

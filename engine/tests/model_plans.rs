@@ -234,7 +234,7 @@ fn costs_count_what_a_step_needs() {
         runner.executor.submit(&StepPlan { rows }).unwrap();
         loop {
             if let StepEvent::Done(output) = runner.executor.poll().unwrap() {
-                break (output.flops, output.bytes);
+                break (output.work.ops(), output.work.bytes());
             }
         }
     };

@@ -9,14 +9,15 @@ use baton_proto::kv_layout::{KvGroup, KvGroupKind};
 use crate::backend::{KvSlot, Query};
 use crate::model::ModelConfig;
 use crate::step::{Error, LogitsWanted, PlanRow, RowInput, StepPlan};
+use crate::step_work::Row;
 
 /// The KV pools a decoder stores to.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Pools {
     /// Positions of a block.
     pub block_size: u32,
-    /// Bytes of one stored element.
-    pub element_bytes: usize,
+    /// Bytes of K and V of one position in one layer.
+    pub position_bytes: usize,
     /// Blocks per group.
     pub blocks: Vec<u32>,
 }
@@ -30,7 +31,7 @@ pub(super) struct StepRows {
     groups: Vec<GroupRows>,
     /// Tokens whose logits are wanted, ascending.
     wanted: Vec<u32>,
-    /// (First token, tokens) of each plan row.
+    /// (First token, number of tokens) of each plan row.
     runs: Vec<(u32, u32)>,
 }
 
@@ -82,14 +83,17 @@ impl StepRows {
         &self.wanted
     }
 
-    /// First and last position of each plan row.
-    pub(super) fn spans(&self) -> impl Iterator<Item = (u32, u32)> {
-        self.runs.iter().map(|(first, count)| {
-            let first = *first as usize;
-            (
-                self.positions[first],
-                self.positions[first + *count as usize - 1],
-            )
+    /// The plan rows without their tokens.
+    pub(super) fn runs(&self) -> impl Iterator<Item = Row> {
+        let mut wanted = self.wanted.as_slice();
+        self.runs.iter().map(move |(first, count)| {
+            let logits = wanted.partition_point(|token| *token < first + count);
+            wanted = &wanted[logits..];
+            Row {
+                position: self.positions[*first as usize],
+                tokens: *count,
+                logits: logits as u32,
+            }
         })
     }
 

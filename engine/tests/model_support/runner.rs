@@ -104,7 +104,7 @@ impl Runner {
         let kernels = Kernels::new(setup.isa, setup.threads).unwrap();
         let pools = Pools {
             block_size: setup.block_size,
-            element_bytes: setup.dtype.bytes(),
+            position_bytes: memory.layout().layer_bytes() / setup.block_size as usize,
             blocks: (0..memory.groups())
                 .map(|group| memory.blocks(group))
                 .collect(),
