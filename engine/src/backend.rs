@@ -91,6 +91,28 @@ pub struct AttentionShape {
     pub soft_cap: Option<f32>,
 }
 
+/// What a product reads: `[rows][inputs]`, as it stands or computed on the way.
+pub enum Input<'a, B: Backend + ?Sized> {
+    Rows(&'a B::Buffer),
+    /// `x[t] / rms(x[t]) * weight`.
+    Normed {
+        x: &'a B::Buffer,
+        weight: &'a B::Vector,
+        eps: f32,
+    },
+    /// `act(gate) * up`, each row being all gates, then all ups.
+    Gated {
+        gate_up: &'a B::Buffer,
+        activation: GateActivation,
+    },
+}
+
+/// What becomes of a product: `[rows][outputs]`.
+pub enum Output<'a, B: Backend + ?Sized> {
+    Set(&'a mut B::Buffer),
+    Add(&'a mut B::Buffer),
+}
+
 /// One device's operations.
 pub trait Backend: Send {
     type Matrix;
@@ -112,24 +134,24 @@ pub trait Backend: Send {
         out: &mut Self::Buffer,
     );
 
-    /// `out[t] = x[t] / rms(x[t]) * weight`.
-    fn rms_norm(
-        &mut self,
-        x: &Self::Buffer,
-        weight: &Self::Vector,
-        eps: f32,
-        rows: usize,
-        out: &mut Self::Buffer,
-    );
-
-    /// `out[t] = matrix * x[t] + bias`.
+    /// `y[t] = matrix * input[t] + bias`, then `out = y` or `out += y`.
     fn linear(
         &mut self,
         matrix: &Self::Matrix,
         bias: Option<&Self::Vector>,
-        x: &Self::Buffer,
+        input: Input<'_, Self>,
         rows: usize,
-        out: &mut Self::Buffer,
+        output: Output<'_, Self>,
+    );
+
+    /// `x[t] += y[t] / rms(y[t]) * weight`.
+    fn add_normed(
+        &mut self,
+        x: &mut Self::Buffer,
+        y: &Self::Buffer,
+        weight: &Self::Vector,
+        eps: f32,
+        rows: usize,
     );
 
     /// RMS-normalises every query head by `q_weight` and every key head by `k_weight`.
@@ -166,26 +188,14 @@ pub trait Backend: Send {
         out: &mut Self::Buffer,
     );
 
-    /// `out[t] = act(gate) * up`, each row of `gate_up` being all gates, then all ups.
-    fn gated_activation(
-        &mut self,
-        activation: GateActivation,
-        gate_up: &Self::Buffer,
-        rows: usize,
-        out: &mut Self::Buffer,
-    );
-
-    /// `x += y`.
-    fn add(&mut self, x: &mut Self::Buffer, y: &Self::Buffer, rows: usize);
-
     /// `out[i] = x[rows[i]]`.
     fn gather_rows(&mut self, x: &Self::Buffer, rows: &[u32], out: &mut Self::Buffer);
 
-    /// `out[t] = soft_cap(matrix * x[t])`, read back to the host. `out: [rows][vocab]`.
+    /// `out[t] = soft_cap(matrix * input[t])`, read back to the host. `out: [rows][vocab]`.
     fn logits(
         &mut self,
         matrix: &Self::Matrix,
-        x: &Self::Buffer,
+        input: Input<'_, Self>,
         rows: usize,
         soft_cap: Option<f32>,
         out: &mut [f32],

@@ -26,7 +26,9 @@ use std::sync::Arc;
 use baton_kernels::Kernels;
 use baton_proto::kv_layout::KvGroup;
 
-use crate::backend::{AttentionShape, Backend, CpuBackend, HeadShape, KvLayer, Queries};
+use crate::backend::{
+    AttentionShape, Backend, CpuBackend, HeadShape, Input, KvLayer, Output, Queries,
+};
 use crate::kv::KvMemory;
 use crate::model::{LayerWeights, Model, ModelConfig, Weights};
 use crate::step::{Error, Executor, StepEvent, StepId, StepOutput, StepPlan};
@@ -67,14 +69,12 @@ struct Buffers<T> {
     /// The residual stream, and the same again for its last rows.
     x: T,
     x_last: T,
-    /// What a layer's part reads or adds.
-    h: T,
+    /// What a layer's part adds, where it is normed first.
     y: T,
     qkv: T,
     qkv_last: T,
     attention: T,
     gate_up: T,
-    ffn: T,
 }
 
 /// The executor of the CPU backend.
@@ -138,13 +138,11 @@ impl<B: Backend> DecoderExecutor<B> {
         let buffers = Buffers {
             x: allocate(config.hidden),
             x_last: allocate(config.hidden),
-            h: allocate(config.hidden),
             y: allocate(config.hidden),
             qkv: allocate(config.qkv_width()),
             qkv_last: allocate(config.qkv_width()),
             attention: allocate(config.q_width()),
             gate_up: allocate(2 * config.ffn),
-            ffn: allocate(config.ffn),
         };
         let cost = ModelCost::new(&config, &weights, pools.position_bytes as u64, |matrix| {
             let (outputs, inputs) = backend.matrix_shape(matrix);
@@ -214,14 +212,13 @@ impl<B: Backend> DecoderExecutor<B> {
         let shape = head_shape(config);
         let place = self.places[index];
         let eps = config.norm_eps;
-        backend.rms_norm(&buffers.x, &layer.attention_norm, eps, rows, &mut buffers.h);
-        backend.linear(
-            &layer.qkv,
-            layer.qkv_bias.as_ref(),
-            &buffers.h,
-            rows,
-            &mut buffers.qkv,
-        );
+        let input = Input::Normed {
+            x: &buffers.x,
+            weight: &layer.attention_norm,
+            eps,
+        };
+        let output = Output::Set(&mut buffers.qkv);
+        backend.linear(&layer.qkv, layer.qkv_bias.as_ref(), input, rows, output);
         if let (Some(q), Some(k)) = (&layer.q_norm, &layer.k_norm) {
             backend.qk_norm(&shape, q, k, eps, rows, &mut buffers.qkv);
         }
@@ -257,46 +254,48 @@ impl<B: Backend> DecoderExecutor<B> {
             tables: self.rows.tables(place.group),
         };
         backend.attention(place, &shape, queries, &buffers.qkv, &mut buffers.attention);
-        let bias = layer.attention_output_bias.as_ref();
-        backend.linear(
-            &layer.attention_output,
-            bias,
-            &buffers.attention,
-            rows,
-            &mut buffers.y,
-        );
-        self.add(layer.post_attention_norm.as_ref(), rows);
+        let (matrix, bias) = (&layer.attention_output, &layer.attention_output_bias);
+        let input = Input::Rows(&buffers.attention);
+        let Some(norm) = &layer.post_attention_norm else {
+            let output = Output::Add(&mut buffers.x);
+            backend.linear(matrix, bias.as_ref(), input, rows, output);
+            return;
+        };
+        let output = Output::Set(&mut buffers.y);
+        backend.linear(matrix, bias.as_ref(), input, rows, output);
+        backend.add_normed(&mut buffers.x, &buffers.y, norm, config.norm_eps, rows);
     }
 
     /// What the feed-forward part adds to the residual stream.
     fn feed_forward(&mut self, layer: &LayerWeights<B::Matrix, B::Vector>, rows: usize) {
         let (config, buffers, backend) = (&self.config, &mut self.buffers, &mut self.backend);
-        backend.rms_norm(
-            &buffers.x,
-            &layer.ffn_norm,
-            config.norm_eps,
+        let eps = config.norm_eps;
+        let input = Input::Normed {
+            x: &buffers.x,
+            weight: &layer.ffn_norm,
+            eps,
+        };
+        let output = Output::Set(&mut buffers.gate_up);
+        backend.linear(
+            &layer.gate_up,
+            layer.gate_up_bias.as_ref(),
+            input,
             rows,
-            &mut buffers.h,
+            output,
         );
-        let bias = layer.gate_up_bias.as_ref();
-        backend.linear(&layer.gate_up, bias, &buffers.h, rows, &mut buffers.gate_up);
-        backend.gated_activation(config.activation, &buffers.gate_up, rows, &mut buffers.ffn);
-        let bias = layer.down_bias.as_ref();
-        backend.linear(&layer.down, bias, &buffers.ffn, rows, &mut buffers.y);
-        self.add(layer.post_ffn_norm.as_ref(), rows);
-    }
-
-    /// `x += post_norm(y)`.
-    fn add(&mut self, post_norm: Option<&B::Vector>, rows: usize) {
-        let (buffers, backend) = (&mut self.buffers, &mut self.backend);
-        match post_norm {
-            None => backend.add(&mut buffers.x, &buffers.y, rows),
-            Some(weight) => {
-                let eps = self.config.norm_eps;
-                backend.rms_norm(&buffers.y, weight, eps, rows, &mut buffers.h);
-                backend.add(&mut buffers.x, &buffers.h, rows);
-            }
-        }
+        let (matrix, bias) = (&layer.down, &layer.down_bias);
+        let input = Input::Gated {
+            gate_up: &buffers.gate_up,
+            activation: config.activation,
+        };
+        let Some(norm) = &layer.post_ffn_norm else {
+            let output = Output::Add(&mut buffers.x);
+            backend.linear(matrix, bias.as_ref(), input, rows, output);
+            return;
+        };
+        let output = Output::Set(&mut buffers.y);
+        backend.linear(matrix, bias.as_ref(), input, rows, output);
+        backend.add_normed(&mut buffers.x, &buffers.y, norm, eps, rows);
     }
 
     /// Logits of the `live` rows, which by now are those that want them.
@@ -306,16 +305,13 @@ impl<B: Backend> DecoderExecutor<B> {
         logits.resize(live * vocab_size, 0.0);
         if live > 0 {
             let (buffers, backend) = (&mut self.buffers, &mut self.backend);
-            let eps = self.config.norm_eps;
-            backend.rms_norm(
-                &buffers.x,
-                &self.weights.output_norm,
-                eps,
-                live,
-                &mut buffers.h,
-            );
+            let input = Input::Normed {
+                x: &buffers.x,
+                weight: &self.weights.output_norm,
+                eps: self.config.norm_eps,
+            };
             let cap = self.config.final_soft_cap;
-            backend.logits(self.weights.head(), &buffers.h, live, cap, &mut logits);
+            backend.logits(self.weights.head(), input, live, cap, &mut logits);
         }
         StepOutput {
             logits,

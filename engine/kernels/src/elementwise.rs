@@ -32,16 +32,39 @@ impl Kernels {
                 let row = t * width..(t + 1) * width;
                 // SAFETY: rows are disjoint; the instruction set was checked.
                 unsafe {
-                    let out = out.slice(row.clone());
-                    out.copy_from_slice(&x[row]);
-                    dispatch(
-                        isa,
-                        Norm {
-                            x: out,
-                            weight,
-                            eps,
-                        },
-                    );
+                    let kernel = Norm {
+                        x: &x[row.clone()],
+                        weight,
+                        eps,
+                        out: out.slice(row),
+                    };
+                    dispatch(isa, kernel);
+                }
+            }
+        });
+    }
+
+    /// `x[t] += y[t] / rms(y[t]) * weight`, rows of `weight.len()`.
+    pub fn add_normed(&self, x: &mut [f32], y: &[f32], weight: &[f32], eps: f32, tokens: usize) {
+        let width = weight.len();
+        assert_eq!(
+            (x.len(), y.len()),
+            (tokens * width, tokens * width),
+            "add_normed: [tokens, width]"
+        );
+        let (isa, x) = (self.isa(), Shared::new(x));
+        self.for_ranges(tokens, width, &|range| {
+            for t in range {
+                let row = t * width..(t + 1) * width;
+                // SAFETY: rows are disjoint; the instruction set was checked.
+                unsafe {
+                    let kernel = AddNormed {
+                        x: x.slice(row.clone()),
+                        y: &y[row],
+                        weight,
+                        eps,
+                    };
+                    dispatch(isa, kernel);
                 }
             }
         });
@@ -73,7 +96,7 @@ impl Kernels {
                     for head in row.chunks_exact_mut(head_dim) {
                         dispatch(
                             isa,
-                            Norm {
+                            NormInPlace {
                                 x: head,
                                 weight,
                                 eps,
@@ -208,11 +231,12 @@ impl Kernels {
     }
 }
 
-/// RMS normalisation of one row in place.
+/// RMS normalisation of one row.
 struct Norm<'a> {
-    x: &'a mut [f32],
+    x: &'a [f32],
     weight: &'a [f32],
     eps: f32,
+    out: &'a mut [f32],
 }
 
 impl Kernel for Norm<'_> {
@@ -220,22 +244,96 @@ impl Kernel for Norm<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let mut lanes = [0.0f32; LANES];
-        let (whole, tail) = self.x.as_chunks::<LANES>();
-        for x in whole {
-            for (lane, x) in lanes.iter_mut().zip(x) {
-                *lane = x.mul_add(*x, *lane);
-            }
-        }
-        for (lane, x) in lanes.iter_mut().zip(tail) {
-            *lane = x.mul_add(*x, *lane);
-        }
-        let mean = tree_sum(&lanes) / self.x.len() as f32;
-        let scale = 1.0 / (mean + self.eps).sqrt();
+        // SAFETY: passed on.
+        unsafe { norm_row::<S>(self.x, self.weight, self.eps, self.out) };
+    }
+}
+
+/// RMS normalisation of one head where it stands.
+struct NormInPlace<'a> {
+    x: &'a mut [f32],
+    weight: &'a [f32],
+    eps: f32,
+}
+
+impl Kernel for NormInPlace<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: passed on.
+        let scale = unsafe { norm_scale::<S>(self.x, self.eps) };
         for (x, w) in self.x.iter_mut().zip(self.weight) {
             *x = *x * scale * w;
         }
     }
+}
+
+struct AddNormed<'a> {
+    x: &'a mut [f32],
+    y: &'a [f32],
+    weight: &'a [f32],
+    eps: f32,
+}
+
+impl Kernel for AddNormed<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        // SAFETY: passed on.
+        let scale = unsafe { norm_scale::<S>(self.y, self.eps) };
+        for ((x, y), w) in self.x.iter_mut().zip(self.y).zip(self.weight) {
+            *x += *y * scale * w;
+        }
+    }
+}
+
+/// `1 / rms(x)`.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+unsafe fn norm_scale<S: Simd>(x: &[f32], eps: f32) -> f32 {
+    let (whole, tail) = x.as_chunks::<LANES>();
+    // SAFETY: chunks have 16 values.
+    let mut lanes = unsafe {
+        let mut sums = S::splat(0.0);
+        for x in whole {
+            let x = S::load(x.as_ptr());
+            sums = S::fma(x, x, sums);
+        }
+        S::to_array(sums)
+    };
+    for (lane, x) in lanes.iter_mut().zip(tail) {
+        *lane = x.mul_add(*x, *lane);
+    }
+    let mean = tree_sum(&lanes) / x.len() as f32;
+    1.0 / (mean + eps).sqrt()
+}
+
+/// `out = x / rms(x) * weight`.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn norm_row<S: Simd>(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    // SAFETY: passed on.
+    let scale = unsafe { norm_scale::<S>(x, eps) };
+    for ((out, x), w) in out.iter_mut().zip(x).zip(weight) {
+        *out = *x * scale * w;
+    }
+}
+
+/// `out = act(gate) * up`.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(crate) unsafe fn gate_row<S: Simd>(act: Activation, gate: &[f32], up: &[f32], out: &mut [f32]) {
+    let gate = Gate { act, gate, up, out };
+    // SAFETY: passed on.
+    unsafe { gate.run::<S>() };
 }
 
 struct Add<'a> {

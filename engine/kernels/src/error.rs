@@ -35,6 +35,8 @@ pub enum Error {
     },
     #[error("the matrix size overflows the address space")]
     TooLarge,
+    #[error("the system refused `{bytes}` bytes of memory for weights: `{reason}`")]
+    Memory { bytes: usize, reason: String },
     #[error("a KV block of `{block_size}` positions is not a multiple of 16")]
     KvBlockSize { block_size: u32 },
     #[error("a head of `{head_dim}` dimensions is not a positive multiple of 16")]

@@ -62,7 +62,7 @@ impl Kernels {
         &self.pool
     }
 
-    /// Cuts `0..items` in one range per thread and runs `work` on each, or all of it here where
+    /// Runs `work` on ranges that together are `0..items`, on all threads, or on all of it here where
     /// `items * elements` (elements touched per item) is too little to share.
     pub(crate) fn for_ranges(
         &self,
@@ -70,25 +70,17 @@ impl Kernels {
         elements: usize,
         work: &(dyn Fn(Range<usize>) + Sync),
     ) {
-        let threads = self
-            .threads()
-            .min(items * elements / ELEMENTS_PER_THREAD_MIN)
-            .min(items);
-        if threads <= 1 {
+        if items * elements < 2 * ELEMENTS_PER_THREAD_MIN {
             work(0..items);
-            return;
+        } else {
+            self.pool.for_ranges(items, work);
         }
-        self.pool.run(&|thread| {
-            if thread < threads {
-                work(share(items, thread, threads));
-            }
-        });
     }
 }
 
-/// The part of `0..items` that belongs to one of `threads`: contiguous and as even as can be.
-pub(crate) fn share(items: usize, thread: usize, threads: usize) -> Range<usize> {
-    items * thread / threads..items * (thread + 1) / threads
+/// The items of a range of chunks of `size`, of `items` in all.
+pub(crate) fn share_chunks(chunks: Range<usize>, size: usize, items: usize) -> Range<usize> {
+    chunks.start * size..(chunks.end * size).min(items)
 }
 
 /// A pointer threads may share because each writes its own part of what is behind it.
@@ -103,6 +95,14 @@ unsafe impl<T: Send> Sync for Shared<T> {}
 impl<T> Shared<T> {
     pub fn new(slice: &mut [T]) -> Shared<T> {
         Shared(slice.as_mut_ptr(), slice.len())
+    }
+
+    /// An element's address. Panics where it is more than one behind the end.
+    #[inline(always)]
+    pub fn at(self, index: usize) -> *mut T {
+        assert!(index <= self.1, "element `{index}` of `{}`", self.1);
+        // SAFETY: in bounds, or one behind the last element.
+        unsafe { self.0.add(index) }
     }
 
     /// A part of the slice. Panics where it is out of bounds.

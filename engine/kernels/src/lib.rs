@@ -48,6 +48,7 @@ mod linear;
 #[doc(hidden)]
 pub mod math;
 mod matrix;
+mod memory;
 mod pool;
 mod quantize;
 #[doc(hidden)]
@@ -64,6 +65,8 @@ pub use format::{WeightType, dequantize};
 pub use isa::Isa;
 pub use kernels::Kernels;
 pub use kv::{KV_SPAN, KvDtype, KvShape, KvView};
+pub use linear::{Input, Output};
 pub use matrix::{MatrixSource, PackedMatrix};
+pub use memory::WeightMemory;
 pub use rope::{RopePairing, RopeTable};
 pub use scratch::Scratch;

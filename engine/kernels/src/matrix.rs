@@ -16,11 +16,11 @@
 //! 5- and 6-bit codes become bytes. Scales stay f16 where the file has f16 (exact); K types, whose scales are a product
 //! rounded to f32, keep f32. This file does not multiply anything.
 
-use bytemuck::{Pod, Zeroable};
 use half::f16;
 
 use crate::Error;
 use crate::format::{self, DecodedBlock, WeightType, decode_block, dequantized};
+use crate::memory::{Region, WeightMemory};
 
 /// Rows of a tile: the f32 lanes of the widest vector.
 pub(crate) const LANES: usize = 16;
@@ -36,14 +36,10 @@ pub struct MatrixSource<'a> {
     pub bytes: &'a [u8],
 }
 
-#[derive(Clone, Copy, Pod, Zeroable)]
-#[repr(C, align(64))]
-struct Line([u8; 64]);
-
 /// Weights ready for [`Kernels::linear`](crate::Kernels::linear): rows are outputs, columns are inputs.
 pub struct PackedMatrix {
     segments: Vec<Segment>,
-    lines: Vec<Line>,
+    packed: Region,
     rows: usize,
     cols: usize,
 }
@@ -109,13 +105,25 @@ impl Segment {
 }
 
 impl PackedMatrix {
-    /// Repacks sources stacked along rows. They share `cols` and may differ in type.
+    /// As [`pack_in`](Self::pack_in), in memory of its own.
+    ///
+    /// # Errors
+    /// As [`pack_in`](Self::pack_in).
+    pub fn pack(sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
+        PackedMatrix::pack_in(sources, &mut WeightMemory::new())
+    }
+
+    /// Repacks sources stacked along rows. They share `cols` and may differ in type. Matrices of one model are packed
+    /// in the order of their use, so that reading one leads into the next.
     ///
     /// # Errors
     /// [`Error::EmptyMatrix`], [`Error::ColumnsDiffer`], [`Error::ColumnsNotBlocks`], [`Error::ByteLength`],
-    /// [`Error::TooLarge`]. Memory is only asked for once all sources have been checked, and is at most four times
+    /// [`Error::TooLarge`], [`Error::Memory`]. Memory is only asked for once all sources have been checked, and is at most four times
     /// theirs plus one tile each.
-    pub fn pack(sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
+    pub fn pack_in(
+        sources: &[MatrixSource<'_>],
+        memory: &mut WeightMemory,
+    ) -> Result<PackedMatrix, Error> {
         let cols = sources.first().ok_or(Error::EmptyMatrix)?.cols;
         let mut segments: Vec<Segment> = Vec::with_capacity(sources.len());
         for source in sources {
@@ -141,8 +149,8 @@ impl PackedMatrix {
         let bytes = segments
             .last()
             .map_or(0, |s| s.offset + s.tiles * s.tile_bytes);
-        let mut lines = vec![Line::zeroed(); bytes / 64];
-        let packed: &mut [u8] = bytemuck::cast_slice_mut(&mut lines);
+        let mut region = memory.take(bytes)?;
+        let packed = region.bytes_mut();
         for (segment, source) in segments.iter().zip(sources) {
             let tiles = &mut packed[segment.offset..][..segment.tiles * segment.tile_bytes];
             let row_bytes = source.bytes.len() / source.rows;
@@ -162,7 +170,7 @@ impl PackedMatrix {
         let rows = segments.iter().map(|s| s.rows).sum();
         Ok(PackedMatrix {
             segments,
-            lines,
+            packed: region,
             rows,
             cols,
         })
@@ -180,7 +188,7 @@ impl PackedMatrix {
 
     /// Bytes read by one pass over the matrix.
     pub fn bytes(&self) -> usize {
-        self.lines.len() * 64
+        self.packed.bytes().len()
     }
 
     /// One row as f32, the exact values ggml dequantises to (for the lookup in a tied embedding table).
@@ -226,8 +234,13 @@ impl PackedMatrix {
     }
 
     pub(crate) fn tile(&self, segment: &Segment, tile: usize) -> &[u8] {
-        let bytes: &[u8] = bytemuck::cast_slice(&self.lines);
-        &bytes[segment.offset + tile * segment.tile_bytes..][..segment.tile_bytes]
+        &self.packed.bytes()[segment.offset + tile * segment.tile_bytes..][..segment.tile_bytes]
+    }
+
+    /// `count` tiles, one behind the other.
+    pub(crate) fn tiles_from(&self, segment: &Segment, tile: usize, count: usize) -> &[u8] {
+        let len = count * segment.tile_bytes;
+        &self.packed.bytes()[segment.offset + tile * segment.tile_bytes..][..len]
     }
 
     /// The segment of a row, and the row within it.

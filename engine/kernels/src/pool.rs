@@ -1,18 +1,22 @@
 //! The helper threads of one engine.
 //!
-//! One job at a time: every thread, the caller included, runs the same function with its own index, and the call
-//! returns once all are done. Nothing is allocated or locked in a call. A thread that waits spins for
-//! [`SPIN`] (calls of one step follow each other within microseconds) and then parks, so an idle engine costs nothing.
+//! One job at a time. A job is cut in parts; every thread begins with its own share of them and then takes what is left
+//! of the others'. The caller works too, and waits only for helpers that have begun: where another process holds a
+//! helper's core, the caller does the helper's parts itself instead of waiting for the scheduler. Nothing is allocated
+//! or locked in a call. A thread that waits spins for [`SPIN`] (calls of one step follow each other within
+//! microseconds) and then parks, so an idle engine costs nothing.
 //!
 //! ```text
-//! caller:  write job, pending = helpers, epoch += 1, unpark sleepers, run job(0), wait for pending = 0
-//! helper:  wait for a new epoch, run job(index), pending -= 1, the last one unparks a sleeping caller
+//! gate = epoch (32 bits) | closed (1) | helpers inside (31)
+//! caller:  write job, gate = (epoch + 1, open, 0), unpark sleepers, work, close the gate, wait until nobody is inside
+//! helper:  wait for a new epoch, step in if the gate is open, work, step out, the last one unparks a sleeping caller
 //! ```
 
 use std::cell::{Cell, UnsafeCell};
+use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc;
 use std::thread::{self, JoinHandle, Thread};
 use std::time::{Duration, Instant};
@@ -21,6 +25,12 @@ use crate::Error;
 
 /// Longer than the gap between two kernels of a step, shorter than what another process would miss.
 const SPIN: Duration = Duration::from_micros(20);
+
+/// Parts of a job per thread, where there are enough items: small enough to even out a slow thread.
+const PARTS_PER_THREAD: usize = 4;
+
+const CLOSED: u64 = 1 << 31;
+const INSIDE: u64 = CLOSED - 1;
 
 /// Threads of one engine. Not `Sync`: there is one job slot, and one caller at a time.
 pub(crate) struct Pool {
@@ -31,15 +41,20 @@ pub(crate) struct Pool {
 
 type Job<'a> = dyn Fn(usize) + Sync + 'a;
 
+/// Alone on its cache lines (two, because processors fetch pairs).
+#[repr(align(128))]
+#[derive(Default)]
+struct Padded<T>(T);
+
 struct Shared {
-    epoch: AtomicU32,
-    /// Helpers that have not finished the current job.
-    pending: AtomicU32,
+    gate: Padded<AtomicU64>,
     stop: AtomicBool,
     panicked: AtomicBool,
     caller_sleeps: AtomicBool,
     sleeping: Vec<AtomicBool>,
-    /// Written by the caller while `pending` is 0, read by helpers between a new epoch and their decrement.
+    /// Per thread, the next part of its share that nobody has taken.
+    next: Vec<Padded<AtomicUsize>>,
+    /// Written by the caller while the gate is closed and nobody is inside, read by helpers that are inside.
     slot: UnsafeCell<Slot>,
 }
 
@@ -48,8 +63,9 @@ struct Slot {
     caller: Thread,
 }
 
-// SAFETY: `slot` is handed over by `epoch` (release, acquire) and back by `pending` (likewise), so it is never written
-// while another thread may read it. The job behind the pointer is `Sync`.
+// SAFETY: `slot` is handed over by the gate (released when it opens, acquired when a helper steps in) and back likewise
+// (stepping out, and the caller's wait), so it is never written while another thread may read it. The job behind the
+// pointer is `Sync`.
 unsafe impl Sync for Shared {}
 // SAFETY: as above.
 unsafe impl Send for Shared {}
@@ -58,12 +74,12 @@ impl Pool {
     /// Starts `helpers` threads; `core(i)` says where helper `i` is pinned.
     pub fn new(helpers: usize, core: impl Fn(usize) -> Option<usize>) -> Result<Pool, Error> {
         let shared = Arc::new(Shared {
-            epoch: AtomicU32::new(0),
-            pending: AtomicU32::new(0),
+            gate: Padded(AtomicU64::new(CLOSED)),
             stop: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
             caller_sleeps: AtomicBool::new(false),
             sleeping: (0..helpers).map(|_| AtomicBool::new(false)).collect(),
+            next: (0..=helpers).map(|_| Padded::default()).collect(),
             slot: UnsafeCell::new(Slot {
                 job: None,
                 caller: thread::current(),
@@ -106,18 +122,48 @@ impl Pool {
         self.helpers.len() + 1
     }
 
-    /// Runs `job(i)` for every thread index `i`, index 0 here.
+    /// Runs `work(range)` for ranges that together are `0..items`, each once, on whatever threads are free.
+    pub fn for_ranges(&self, items: usize, work: &(dyn Fn(Range<usize>) + Sync)) {
+        let threads = self.threads();
+        let parts = items.min(PARTS_PER_THREAD * threads);
+        if threads == 1 || parts <= 1 {
+            work(0..items);
+            return;
+        }
+        let next = &self.shared.next;
+        for (thread, next) in next.iter().enumerate() {
+            // Nobody is inside, and opening the gate publishes it.
+            next.0
+                .store(share(parts, thread, threads).start, Ordering::Relaxed);
+        }
+        self.run(&|thread| {
+            for owner in (thread..threads).chain(0..thread) {
+                let end = share(parts, owner, threads).end;
+                // A counter runs past its end at most once per thread and call.
+                while next[owner].0.load(Ordering::Relaxed) < end {
+                    let part = next[owner].0.fetch_add(1, Ordering::Relaxed);
+                    if part >= end {
+                        break;
+                    }
+                    work(share(items, part, parts));
+                }
+            }
+        });
+    }
+
+    /// Runs `job(0)` here, and `job(i)` on each helper that steps in before it is over. Helpers may not come at all, so
+    /// a job must share out its work as it goes, and `job(0)` must end only when none is left to begin.
     pub fn run(&self, job: &Job<'_>) {
         if self.helpers.is_empty() {
             job(0);
             return;
         }
         let shared = &*self.shared;
-        // SAFETY: only the lifetime changes, and no helper touches the job after `pending` reaches 0, which `Finish`
-        // waits for before this frame ends, by return or by panic.
+        // SAFETY: only the lifetime changes, and no helper touches the job once the gate is closed and nobody is
+        // inside, which `Finish` sees to before this frame ends, by return or by panic.
         let erased: *const Job<'static> =
             unsafe { std::mem::transmute::<*const Job<'_>, *const Job<'static>>(job) };
-        // SAFETY: the previous run ended with `pending` 0, and `Pool` is not `Sync`, so nobody else uses the slot.
+        // SAFETY: the previous run closed the gate and waited, and `Pool` is not `Sync`, so nobody else uses the slot.
         unsafe {
             let slot = &mut *shared.slot.get();
             slot.job = Some(erased);
@@ -125,13 +171,10 @@ impl Pool {
                 slot.caller = thread::current();
             }
         }
-        shared
-            .pending
-            .store(self.helpers.len() as u32, Ordering::Relaxed);
-        // Sequentially consistent with the helpers' `sleeping`: either they see the epoch or we see them sleeping.
-        shared.epoch.fetch_add(1, Ordering::SeqCst);
+        shared.open();
         for (handle, sleeping) in self.helpers.iter().zip(&shared.sleeping) {
-            if sleeping.load(Ordering::SeqCst) {
+            // Once per sleep: until the system gives it a core, a second call would be for nothing.
+            if sleeping.load(Ordering::SeqCst) && sleeping.swap(false, Ordering::SeqCst) {
                 handle.thread().unpark();
             }
         }
@@ -148,7 +191,7 @@ impl Pool {
 impl Drop for Pool {
     fn drop(&mut self) {
         self.shared.stop.store(true, Ordering::SeqCst);
-        self.shared.epoch.fetch_add(1, Ordering::SeqCst);
+        self.shared.open();
         for handle in self.helpers.drain(..) {
             handle.thread().unpark();
             // A helper cannot panic outside of a job, and panics of jobs are caught.
@@ -157,7 +200,7 @@ impl Drop for Pool {
     }
 }
 
-/// Waits for the helpers when dropped.
+/// Closes the gate and waits for the helpers inside, when dropped.
 struct Finish<'a> {
     shared: &'a Shared,
 }
@@ -165,11 +208,14 @@ struct Finish<'a> {
 impl Drop for Finish<'_> {
     fn drop(&mut self) {
         let shared = self.shared;
-        if spin_until(|| shared.pending.load(Ordering::Acquire) == 0) {
+        let inside = || shared.gate.0.load(Ordering::SeqCst) & INSIDE;
+        if shared.gate.0.fetch_or(CLOSED, Ordering::SeqCst) & INSIDE == 0
+            || spin_until(|| inside() == 0)
+        {
             return;
         }
         shared.caller_sleeps.store(true, Ordering::SeqCst);
-        while shared.pending.load(Ordering::SeqCst) != 0 {
+        while inside() != 0 {
             thread::park();
         }
         shared.caller_sleeps.store(false, Ordering::Relaxed);
@@ -177,41 +223,68 @@ impl Drop for Finish<'_> {
 }
 
 impl Shared {
+    /// Opens the gate for the next job. Sequentially consistent with the helpers' `sleeping`: either they see the new
+    /// epoch or the caller sees them sleeping.
+    fn open(&self) {
+        let epoch = (self.gate.0.load(Ordering::Relaxed) >> 32) + 1;
+        self.gate.0.store(epoch << 32, Ordering::SeqCst);
+    }
+
+    /// Steps in if the gate is still open for `epoch`.
+    fn enter(&self, epoch: u64) -> bool {
+        self.gate
+            .0
+            .try_update(Ordering::SeqCst, Ordering::Relaxed, |gate| {
+                (gate >> 32 == epoch && gate & CLOSED == 0).then_some(gate + 1)
+            })
+            .is_ok()
+    }
+
     fn help(&self, helper: usize) {
+        let epoch = |order| self.gate.0.load(order) >> 32;
         let mut seen = 0;
         loop {
-            if !spin_until(|| self.epoch.load(Ordering::Acquire) != seen) {
-                self.sleeping[helper].store(true, Ordering::SeqCst);
-                while self.epoch.load(Ordering::SeqCst) == seen {
+            if !spin_until(|| epoch(Ordering::Acquire) != seen) {
+                loop {
+                    self.sleeping[helper].store(true, Ordering::SeqCst);
+                    if epoch(Ordering::SeqCst) != seen {
+                        break;
+                    }
                     thread::park();
                 }
                 self.sleeping[helper].store(false, Ordering::Relaxed);
             }
-            // One epoch at a time: the next is not published before this job's `pending` is 0.
-            seen = self.epoch.load(Ordering::Acquire);
+            seen = epoch(Ordering::Acquire);
             if self.stop.load(Ordering::SeqCst) {
                 return;
             }
-            // SAFETY: a new epoch without `stop` means a job was written before it, and the caller leaves the slot
-            // alone until our decrement.
+            if !self.enter(seen) {
+                continue;
+            }
+            // SAFETY: we are inside, so the job was written before the gate opened, and the caller leaves the slot
+            // alone until we step out.
             let (job, caller) = unsafe {
                 let slot = &*self.slot.get();
                 (slot.job, slot.caller.clone())
             };
             if let Some(job) = job {
-                // SAFETY: `run` keeps the job alive until our decrement.
+                // SAFETY: `run` keeps the job alive until we step out.
                 let job = unsafe { &*job };
                 if catch_unwind(AssertUnwindSafe(|| job(helper + 1))).is_err() {
                     self.panicked.store(true, Ordering::Relaxed);
                 }
             }
-            if self.pending.fetch_sub(1, Ordering::SeqCst) == 1
-                && self.caller_sleeps.load(Ordering::SeqCst)
-            {
+            let before = self.gate.0.fetch_sub(1, Ordering::SeqCst);
+            if before & INSIDE == 1 && self.caller_sleeps.load(Ordering::SeqCst) {
                 caller.unpark();
             }
         }
     }
+}
+
+/// The part of `0..items` that is one of `parts`: contiguous and as even as can be.
+fn share(items: usize, part: usize, parts: usize) -> Range<usize> {
+    items * part / parts..items * (part + 1) / parts
 }
 
 /// Whether the condition came true within [`SPIN`].
@@ -264,12 +337,15 @@ mod tests {
     use super::*;
 
     #[test]
-    fn runs_every_index_once_per_job_whether_helpers_spin_or_sleep() {
+    fn every_item_is_worked_on_once_whether_helpers_spin_or_sleep() {
         let pool = Pool::new(3, |_| None).unwrap();
         for round in 0..2000 {
-            let calls: [AtomicUsize; 4] = Default::default();
-            pool.run(&|i| {
-                calls[i].fetch_add(1, Ordering::Relaxed);
+            let items = round % 37;
+            let calls: Vec<AtomicUsize> = (0..items).map(|_| AtomicUsize::new(0)).collect();
+            pool.for_ranges(items, &|range| {
+                for call in &calls[range] {
+                    call.fetch_add(1, Ordering::Relaxed);
+                }
             });
             assert!(calls.iter().all(|c| c.load(Ordering::Relaxed) == 1));
             if round % 500 == 0 {
@@ -280,10 +356,37 @@ mod tests {
     }
 
     #[test]
+    fn the_caller_does_not_wait_for_a_helper_that_does_not_come() {
+        let pool = Pool::new(1, |_| None).unwrap();
+        // The only helper leaves for good.
+        pool.shared.stop.store(true, Ordering::SeqCst);
+        pool.shared.open();
+        pool.helpers[0].thread().unpark();
+        while !pool.helpers[0].is_finished() {
+            thread::yield_now();
+        }
+        let done = AtomicUsize::new(0);
+        pool.for_ranges(100, &|range| {
+            done.fetch_add(range.len(), Ordering::Relaxed);
+        });
+        assert_eq!(done.load(Ordering::Relaxed), 100);
+    }
+
+    #[test]
     fn a_panic_on_a_helper_reaches_the_caller_after_all_have_finished() {
         let pool = Pool::new(1, |_| None).unwrap();
+        let came = AtomicBool::new(false);
         let outcome = catch_unwind(AssertUnwindSafe(|| {
-            pool.run(&|i| assert!(i == 0, "broken on purpose"));
+            pool.run(&|i| {
+                if i == 0 {
+                    while !came.load(Ordering::SeqCst) {
+                        thread::yield_now();
+                    }
+                } else {
+                    came.store(true, Ordering::SeqCst);
+                    panic!("broken on purpose");
+                }
+            });
         }));
         assert!(outcome.is_err());
     }

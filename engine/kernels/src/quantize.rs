@@ -1,16 +1,22 @@
-//! The inputs of a matrix product: cut into token tiles, quantised to int8, laid out in the order the loops read them.
+//! The inputs of a matrix product: made ready row by row, quantised to int8, laid out in the order the loops read them.
 //!
 //! ```text
 //! token tile of T rows:  codes        [group of 32][T][32] i8
 //!                        scales       [group of 32][T]     f32   dx
 //!                        scaled sums  [group of 32][T]     f32   dx * sum of the codes
-//!                        sums         [half group ][T]     i32   sum of 16 codes
+//!                        sums         [group of 32][T][2]  i32   sums of 16 codes
 //! or, for float weights: floats       [col][T]             f32
 //! ```
 //!
 //! A tile starts at `first_token * elements per token` of each array, so tiles of different sizes pack without gaps.
+//!
+//! What a product reads is often a norm of the residual stream, or a gated activation. Both are computed here, a row at
+//! a time in a buffer that stays in the L1 cache, instead of in a pass over memory of their own.
 
+use crate::elementwise::{gate_row, norm_row};
 use crate::kernels::{Kernels, Shared};
+use crate::linear::Input;
+use crate::math::{LANES, ROUND_MAGIC};
 use crate::matrix::GROUP;
 use crate::scratch::Activations;
 use crate::simd::{Kernel, Simd, dispatch};
@@ -28,114 +34,177 @@ pub(crate) fn cut_tiles(tokens: usize, sizes: &[usize], tiles: &mut Vec<(usize, 
 }
 
 impl Kernels {
-    /// Quantises `x: [tokens, cols]` in the tiles already cut.
-    pub(crate) fn quantize_tiles(&self, x: &[f32], cols: usize, to: &mut Activations) {
-        let (tokens, groups) = (x.len() / cols, cols / GROUP);
-        let codes = Shared::new(to.codes.take(tokens * cols));
-        let scales = Shared::new(to.scales.take(tokens * groups));
-        let scaled_sums = Shared::new(to.scaled_sums.take(tokens * groups));
-        let sums = Shared::new(to.sums.take(tokens * groups * 2));
+    /// Makes the rows of `input` ready in the tiles already cut: as codes, as floats, or both.
+    pub(crate) fn prepare_rows(
+        &self,
+        input: Input<'_>,
+        tokens: usize,
+        cols: usize,
+        codes: bool,
+        floats: bool,
+        to: &mut Activations,
+    ) {
+        let groups = cols / GROUP;
+        let len = |wanted: bool, per_token: usize| if wanted { tokens * per_token } else { 0 };
+        let arrays = Arrays {
+            codes: Shared::new(to.codes.take(len(codes, cols))),
+            scales: Shared::new(to.scales.take(len(codes, groups))),
+            scaled_sums: Shared::new(to.scaled_sums.take(len(codes, groups))),
+            sums: Shared::new(to.sums.take(len(codes, 2 * groups))),
+            floats: Shared::new(to.floats.take(len(floats, cols))),
+        };
         let (tiles, isa) = (&to.tiles, self.isa());
-        self.for_ranges(tiles.len(), x.len() / tiles.len().max(1), &|range| {
-            for (first, size) in &tiles[range] {
-                let tile = |width| first * width..(first + size) * width;
-                // SAFETY: tiles are disjoint, so are their parts; the instruction set was checked.
+        let rows = Shared::new(
+            to.rows
+                .take(tokens * if input.is_plain() { 0 } else { cols }),
+        );
+        // Quantising touches every element a few times, and an exponential costs as much as sixteen of them.
+        let elements = cols * if input.is_gated() { 16 } else { 2 };
+        self.for_ranges(tokens, elements, &|range| {
+            for token in range {
+                let row = if input.is_plain() {
+                    0..0
+                } else {
+                    token * cols..(token + 1) * cols
+                };
+                let tile = tiles.partition_point(|(first, _)| *first <= token) - 1;
+                let (first, size) = tiles[tile];
+                // SAFETY: the row is this token's alone, and so are its places in the arrays, which were taken for
+                // `tokens`; the instruction set was checked.
                 unsafe {
-                    let kernel = QuantizeTile {
-                        x: &x[tile(cols)],
-                        size: *size,
+                    let kernel = PrepareRow {
+                        input,
+                        token,
                         cols,
-                        codes: codes.slice(tile(cols)),
-                        scales: scales.slice(tile(groups)),
-                        scaled_sums: scaled_sums.slice(tile(groups)),
-                        sums: sums.slice(tile(groups * 2)),
+                        row: rows.slice(row),
+                        arrays: &arrays,
+                        first,
+                        size,
+                        codes,
+                        floats,
                     };
                     dispatch(isa, kernel);
                 }
             }
         });
     }
-
-    /// Lays `x: [tokens, cols]` out as `[col][T]` per tile.
-    pub(crate) fn transpose_tiles(&self, x: &[f32], cols: usize, to: &mut Activations) {
-        let floats = Shared::new(to.floats.take(x.len()));
-        let tiles = &to.tiles;
-        self.for_ranges(tiles.len(), x.len() / tiles.len().max(1), &|range| {
-            for (first, size) in &tiles[range] {
-                let part = first * cols..(first + size) * cols;
-                let x = &x[part.clone()];
-                // SAFETY: tiles are disjoint, so are their parts.
-                let floats = unsafe { floats.slice(part) };
-                for (k, column) in floats.chunks_exact_mut(*size).enumerate() {
-                    for (t, to) in column.iter_mut().enumerate() {
-                        *to = x[t * cols + k];
-                    }
-                }
-            }
-        });
-    }
 }
 
-struct QuantizeTile<'a> {
-    x: &'a [f32],
-    size: usize,
+struct Arrays {
+    codes: Shared<i8>,
+    scales: Shared<f32>,
+    scaled_sums: Shared<f32>,
+    sums: Shared<i32>,
+    floats: Shared<f32>,
+}
+
+struct PrepareRow<'a> {
+    input: Input<'a>,
+    token: usize,
     cols: usize,
-    codes: &'a mut [i8],
-    scales: &'a mut [f32],
-    scaled_sums: &'a mut [f32],
-    sums: &'a mut [i32],
+    /// Where a row is computed; empty where it only has to be read.
+    row: &'a mut [f32],
+    arrays: &'a Arrays,
+    /// The token tile: its first token and its size.
+    first: usize,
+    size: usize,
+    codes: bool,
+    floats: bool,
 }
 
-impl Kernel for QuantizeTile<'_> {
+impl Kernel for PrepareRow<'_> {
     type Output = ();
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        for (t, x) in self.x.chunks_exact(self.cols).enumerate() {
-            for (g, x) in x.as_chunks::<GROUP>().0.iter().enumerate() {
-                let at = g * self.size + t;
-                let codes = &mut self.codes[at * GROUP..][..GROUP];
-                let (scale, halves) = quantize_group(x, codes);
-                self.scales[at] = scale;
-                self.scaled_sums[at] = scale * (halves[0] + halves[1]) as f32;
-                self.sums[2 * g * self.size + t] = halves[0];
-                self.sums[(2 * g + 1) * self.size + t] = halves[1];
+        let (token, cols, size) = (self.token, self.cols, self.size);
+        let row = self.row;
+        // SAFETY: the processor has the instruction set; a kernel of rows reads and writes `cols` elements of each.
+        let x: &[f32] = unsafe {
+            match self.input {
+                Input::Rows(x) => &x[token * cols..(token + 1) * cols],
+                Input::Normed { x, weight, eps } => {
+                    norm_row::<S>(&x[token * cols..(token + 1) * cols], weight, eps, row);
+                    row
+                }
+                Input::Gated { gate_up, act } => {
+                    let both = &gate_up[2 * token * cols..2 * (token + 1) * cols];
+                    gate_row::<S>(act, &both[..cols], &both[cols..], row);
+                    row
+                }
+            }
+        };
+        let within = token - self.first;
+        if self.codes {
+            let groups = cols / GROUP;
+            let at = |per_token: usize| self.first * per_token;
+            // SAFETY: the arrays were taken for all tokens; this token's elements are at `within` of each group.
+            unsafe {
+                let codes = self.arrays.codes.at(at(cols) + within * GROUP);
+                let scales = self.arrays.scales.at(at(groups) + within);
+                let scaled_sums = self.arrays.scaled_sums.at(at(groups) + within);
+                let sums = self.arrays.sums.at(at(2 * groups) + 2 * within);
+                for (g, x) in x.as_chunks::<GROUP>().0.iter().enumerate() {
+                    let group = quantize_group::<S>(x);
+                    codes
+                        .add(g * size * GROUP)
+                        .cast::<[i8; GROUP]>()
+                        .write(group.codes);
+                    scales.add(g * size).write(group.scale);
+                    scaled_sums
+                        .add(g * size)
+                        .write(group.scale * (group.sums[0] + group.sums[1]) as f32);
+                    sums.add(2 * g * size).cast::<[i32; 2]>().write(group.sums);
+                }
+            }
+        }
+        if self.floats {
+            // SAFETY: as above.
+            unsafe {
+                let floats = self.arrays.floats.at(self.first * cols + within);
+                for (k, x) in x.iter().enumerate() {
+                    floats.add(k * size).write(*x);
+                }
             }
         }
     }
 }
 
-/// Codes of 32 values, their scale, and the sums of the first and second 16 codes. Plain Rust that vectorises: the
-/// largest magnitude is found on the bits, whose order is that of the values.
+/// 32 values as codes, their scale, and the sums of the first and second 16 codes.
+struct Group {
+    codes: [i8; GROUP],
+    scale: f32,
+    sums: [i32; 2],
+}
+
+/// # Safety
+/// The processor has `S`'s instruction set.
 #[inline(always)]
-fn quantize_group(x: &[f32; GROUP], codes: &mut [i8]) -> (f32, [i32; 2]) {
-    let mut lanes = [0u32; 16];
-    for half in x.as_chunks::<16>().0 {
-        for (lane, x) in lanes.iter_mut().zip(half) {
-            *lane = (*lane).max(x.to_bits() & 0x7fff_ffff);
+unsafe fn quantize_group<S: Simd>(x: &[f32; GROUP]) -> Group {
+    // SAFETY: the group has 32 values, `padded` 64.
+    unsafe {
+        let (low, high) = (S::load(x.as_ptr()), S::load(x.as_ptr().add(LANES)));
+        let largest = S::max_abs(low, high);
+        let mut scale = largest / 127.0;
+        let mut inverse = 1.0 / scale;
+        // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
+        if inverse == f32::INFINITY {
+            (scale, inverse) = (0.0, 0.0);
+        }
+        // Rounds to the nearest integer, ties to even, which then stands in the low mantissa bits.
+        let magic = S::splat(ROUND_MAGIC);
+        let inverse = S::splat(inverse);
+        let code = |x| S::low_bytes(S::bits(S::add(S::mul(x, inverse), magic)));
+        let mut padded = [0i8; 64];
+        padded[..16].copy_from_slice(&code(low));
+        padded[16..32].copy_from_slice(&code(high));
+        let sums = S::quarter_sums(padded.as_ptr());
+        let mut codes = [0; GROUP];
+        codes.copy_from_slice(&padded[..GROUP]);
+        Group {
+            codes,
+            scale,
+            sums: [sums[0], sums[1]],
         }
     }
-    let largest = f32::from_bits(lanes.into_iter().fold(0, u32::max));
-    let mut scale = largest / 127.0;
-    let mut inverse = 1.0 / scale;
-    // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
-    if inverse == f32::INFINITY {
-        (scale, inverse) = (0.0, 0.0);
-    }
-    let mut sums = [0i32; 2];
-    for ((x, codes), sum) in x
-        .as_chunks::<16>()
-        .0
-        .iter()
-        .zip(codes.chunks_exact_mut(16))
-        .zip(&mut sums)
-    {
-        for (x, code) in x.iter().zip(codes) {
-            // Rounds to the nearest integer, ties to even, which then stands in the low mantissa bits.
-            let rounded = x * inverse + crate::math::ROUND_MAGIC;
-            *code = rounded.to_bits() as i8;
-            *sum += i32::from(*code);
-        }
-    }
-    (scale, sums)
 }

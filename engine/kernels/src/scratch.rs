@@ -23,6 +23,8 @@ pub(crate) struct Activations {
     pub scaled_sums: Buffer<f32>,
     pub sums: Buffer<i32>,
     pub floats: Buffer<f32>,
+    /// Rows computed on the way.
+    pub rows: Buffer<f32>,
     /// First token and size of each token tile.
     pub tiles: Vec<(usize, usize)>,
 }

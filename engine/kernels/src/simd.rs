@@ -30,6 +30,8 @@ pub(crate) use scalar::Scalar;
 /// when `Kernels` was made), and pointers are valid for what is read or written: 16 elements unless said otherwise, at
 /// any alignment.
 pub(crate) trait Simd: Copy {
+    /// Vector registers, for 16 lanes or fewer.
+    const REGISTERS: usize;
     /// Attention queries whose accumulators the registers hold.
     const QUERIES: usize;
     /// 16 f32.
@@ -80,6 +82,15 @@ pub(crate) trait Simd: Copy {
     /// Lane r: `acc[r] + sum over i in 0..4 of w[4r + i] * x[i]`, exact. Without `WIDE` the codes `w` are below 128.
     /// Codes `x` are in `-127..=127`.
     unsafe fn dot<const WIDE: bool>(acc: Self::I, w: Self::B, x: Self::I) -> Self::I;
+
+    /// The largest of `abs(a)` and `abs(b)` over all lanes, compared as bits: NaN counts as larger than infinity.
+    unsafe fn max_abs(a: Self::F, b: Self::F) -> f32;
+    /// The low byte of each lane.
+    unsafe fn low_bytes(x: Self::I) -> [i8; LANES];
+    /// Sums of the 16 codes in each quarter of 64.
+    unsafe fn quarter_sums(codes: *const i8) -> [i32; 4];
+    /// Asks for a cache line to be brought into the L2 cache. Any address is allowed.
+    unsafe fn prefetch(at: *const u8);
 
     /// The lanes in memory.
     #[inline(always)]

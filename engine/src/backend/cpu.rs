@@ -10,9 +10,9 @@ use baton_kernels::{
 };
 use baton_proto::TokenId;
 
-use super::{AttentionShape, Backend, HeadShape, KvLayer, KvSlot, Queries};
+use super::{AttentionShape, Backend, HeadShape, Input, KvLayer, KvSlot, Output, Queries};
 use crate::kv::KvMemory;
-use crate::model::config::{GateActivation, Pairing};
+use crate::model::config::Pairing;
 
 /// Rows of f32 in host memory.
 #[derive(Debug)]
@@ -59,6 +59,26 @@ impl CpuBackend {
     }
 }
 
+impl<'a> Input<'a, CpuBackend> {
+    fn of_rows(self, rows: usize) -> baton_kernels::Input<'a> {
+        match self {
+            Input::Rows(x) => baton_kernels::Input::Rows(x.get(rows)),
+            Input::Normed { x, weight, eps } => baton_kernels::Input::Normed {
+                x: x.get(rows),
+                weight,
+                eps,
+            },
+            Input::Gated {
+                gate_up,
+                activation,
+            } => baton_kernels::Input::Gated {
+                gate_up: gate_up.get(rows),
+                act: activation.into(),
+            },
+        }
+    }
+}
+
 /// An empty vector of another lifetime in the same memory.
 fn reuse<'a>(rows: Vec<AttentionRow<'_>>) -> Vec<AttentionRow<'a>> {
     let mut rows = rows;
@@ -97,28 +117,31 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn rms_norm(&mut self, x: &Rows, weight: &Vec<f32>, eps: f32, rows: usize, out: &mut Rows) {
-        self.kernels
-            .rms_norm(x.get(rows), weight, eps, rows, out.get_mut(rows));
-    }
-
     fn linear(
         &mut self,
         matrix: &PackedMatrix,
         bias: Option<&Vec<f32>>,
-        x: &Rows,
+        input: Input<'_, Self>,
         rows: usize,
-        out: &mut Rows,
+        output: Output<'_, Self>,
     ) {
-        let bias = bias.map(Vec::as_slice);
-        self.kernels.linear(
+        let output = match output {
+            Output::Set(out) => baton_kernels::Output::Set(out.get_mut(rows)),
+            Output::Add(out) => baton_kernels::Output::Add(out.get_mut(rows)),
+        };
+        self.kernels.product(
             matrix,
-            x.get(rows),
+            input.of_rows(rows),
             rows,
-            bias,
-            out.get_mut(rows),
+            bias.map(Vec::as_slice),
+            output,
             &mut self.scratch,
         );
+    }
+
+    fn add_normed(&mut self, x: &mut Rows, y: &Rows, weight: &Vec<f32>, eps: f32, rows: usize) {
+        self.kernels
+            .add_normed(x.get_mut(rows), y.get(rows), weight, eps, rows);
     }
 
     fn qk_norm(
@@ -222,25 +245,6 @@ impl Backend for CpuBackend {
         self.attention_rows = reuse(rows);
     }
 
-    fn gated_activation(
-        &mut self,
-        activation: GateActivation,
-        gate_up: &Rows,
-        rows: usize,
-        out: &mut Rows,
-    ) {
-        self.kernels.gated_activation(
-            activation.into(),
-            gate_up.get(rows),
-            rows,
-            out.get_mut(rows),
-        );
-    }
-
-    fn add(&mut self, x: &mut Rows, y: &Rows, rows: usize) {
-        self.kernels.add_assign(x.get_mut(rows), y.get(rows));
-    }
-
     fn gather_rows(&mut self, x: &Rows, rows: &[u32], out: &mut Rows) {
         let width = x.width;
         for (row, to) in rows.iter().zip(out.values.chunks_exact_mut(width)) {
@@ -251,13 +255,19 @@ impl Backend for CpuBackend {
     fn logits(
         &mut self,
         matrix: &PackedMatrix,
-        x: &Rows,
+        input: Input<'_, Self>,
         rows: usize,
         soft_cap: Option<f32>,
         out: &mut [f32],
     ) {
-        self.kernels
-            .linear(matrix, x.get(rows), rows, None, out, &mut self.scratch);
+        self.kernels.product(
+            matrix,
+            input.of_rows(rows),
+            rows,
+            None,
+            baton_kernels::Output::Set(out),
+            &mut self.scratch,
+        );
         if let Some(cap) = soft_cap {
             self.kernels.soft_cap(out, cap);
         }

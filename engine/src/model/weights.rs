@@ -9,7 +9,7 @@
 
 use std::path::Path;
 
-use baton_kernels::{MatrixSource, PackedMatrix, RopeTable};
+use baton_kernels::{MatrixSource, PackedMatrix, RopeTable, WeightMemory};
 
 use super::config::ModelConfig;
 use super::error::Error;
@@ -101,6 +101,7 @@ pub(crate) fn load(
         names,
         norm_offset,
         tensors: &mut tensors,
+        memory: WeightMemory::new(),
         layer: 0,
     };
 
@@ -166,6 +167,7 @@ struct Loader<'l, 'a> {
     names: &'l Names,
     norm_offset: f32,
     tensors: &'l mut Tensors<'a>,
+    memory: WeightMemory,
     layer: usize,
 }
 
@@ -184,8 +186,8 @@ impl Loader<'_, '_> {
         self.pack(parts[0].0, &sources)
     }
 
-    fn pack(&self, part: &str, sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
-        PackedMatrix::pack(sources).map_err(|source| Error::Pack {
+    fn pack(&mut self, part: &str, sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
+        PackedMatrix::pack_in(sources, &mut self.memory).map_err(|source| Error::Pack {
             path: self.tensors.origin().to_owned(),
             tensor: self.name(part, "weight"),
             source,

@@ -25,6 +25,7 @@ macro_rules! both {
 }
 
 impl Simd for Avx2 {
+    const REGISTERS: usize = 16;
     const QUERIES: usize = 3;
     type F = [__m256; 2];
     type I = [__m256i; 2];
@@ -203,6 +204,48 @@ impl Simd for Avx2 {
             dot_half::<WIDE>(acc[0], w[0], x[0]),
             dot_half::<WIDE>(acc[1], w[1], x[1]),
         ]
+    }
+
+    #[inline(always)]
+    unsafe fn max_abs(a: Self::F, b: Self::F) -> f32 {
+        let abs = |x| _mm256_andnot_si256(_mm256_set1_epi32(i32::MIN), _mm256_castps_si256(x));
+        let low = _mm256_max_epu32(abs(a[0]), abs(a[1]));
+        let high = _mm256_max_epu32(abs(b[0]), abs(b[1]));
+        let x = _mm256_max_epu32(low, high);
+        let x = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
+        let x = _mm_max_epu32(x, _mm_shuffle_epi32::<0b01_00_11_10>(x));
+        let x = _mm_max_epu32(x, _mm_shuffle_epi32::<0b10_11_00_01>(x));
+        f32::from_bits(_mm_cvtsi128_si32(x) as u32)
+    }
+
+    #[inline(always)]
+    unsafe fn low_bytes(x: Self::I) -> [i8; 16] {
+        let mut lanes = [0i32; 16];
+        _mm256_storeu_si256(lanes.as_mut_ptr().cast(), x[0]);
+        _mm256_storeu_si256(lanes.as_mut_ptr().add(8).cast(), x[1]);
+        lanes.map(|lane| lane as i8)
+    }
+
+    #[inline(always)]
+    unsafe fn quarter_sums(codes: *const i8) -> [i32; 4] {
+        let half = |at: *const i8| {
+            let codes = _mm256_loadu_si256(at.cast());
+            let pairs = _mm256_maddubs_epi16(_mm256_set1_epi8(1), codes);
+            let fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+            let eights = _mm256_add_epi32(fours, _mm256_shuffle_epi32::<0b10_11_00_01>(fours));
+            let all = _mm256_add_epi32(eights, _mm256_shuffle_epi32::<0b01_00_11_10>(eights));
+            [
+                _mm256_extract_epi32::<0>(all),
+                _mm256_extract_epi32::<4>(all),
+            ]
+        };
+        let (low, high) = (half(codes), half(codes.add(32)));
+        [low[0], low[1], high[0], high[1]]
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
 }
 

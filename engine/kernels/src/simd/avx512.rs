@@ -15,6 +15,7 @@ const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 pub(crate) struct Avx512;
 
 impl Simd for Avx512 {
+    const REGISTERS: usize = 32;
     const QUERIES: usize = 8;
     type F = __m512;
     type I = __m512i;
@@ -167,5 +168,37 @@ impl Simd for Avx512 {
     unsafe fn dot<const WIDE: bool>(acc: Self::I, w: Self::B, x: Self::I) -> Self::I {
         // The form without saturation: exact for all u8 and i8.
         _mm512_dpbusd_epi32(acc, w, x)
+    }
+
+    #[inline(always)]
+    unsafe fn max_abs(a: Self::F, b: Self::F) -> f32 {
+        let sign = _mm512_set1_epi32(i32::MIN);
+        let a = _mm512_andnot_si512(sign, _mm512_castps_si512(a));
+        let b = _mm512_andnot_si512(sign, _mm512_castps_si512(b));
+        f32::from_bits(_mm512_reduce_max_epu32(_mm512_max_epu32(a, b)))
+    }
+
+    #[inline(always)]
+    unsafe fn low_bytes(x: Self::I) -> [i8; 16] {
+        let mut bytes = [0; 16];
+        _mm_storeu_si128(bytes.as_mut_ptr().cast(), _mm512_cvtepi32_epi8(x));
+        bytes
+    }
+
+    #[inline(always)]
+    unsafe fn quarter_sums(codes: *const i8) -> [i32; 4] {
+        let codes = _mm512_loadu_si512(codes.cast());
+        let sums = _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8(1), codes);
+        let sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32::<0b10_11_00_01>(sums));
+        let sums = _mm512_add_epi32(sums, _mm512_shuffle_epi32::<0b01_00_11_10>(sums));
+        let mut quarters = [0; 4];
+        let firsts = _mm512_maskz_compress_epi32(0b0001_0001_0001_0001, sums);
+        _mm_storeu_si128(quarters.as_mut_ptr().cast(), _mm512_castsi512_si128(firsts));
+        quarters
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(at: *const u8) {
+        _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
 }

@@ -14,6 +14,7 @@ fn map<T: Copy, U>(a: [T; LANES], b: [T; LANES], f: impl Fn(T, T) -> U) -> [U; L
 }
 
 impl Simd for Scalar {
+    const REGISTERS: usize = 16;
     const QUERIES: usize = 1;
     type F = [f32; LANES];
     type I = [i32; LANES];
@@ -173,4 +174,26 @@ impl Simd for Scalar {
         }
         acc
     }
+
+    #[inline(always)]
+    unsafe fn max_abs(a: Self::F, b: Self::F) -> f32 {
+        let bits = |x: f32| x.to_bits() & 0x7fff_ffff;
+        let largest = a.into_iter().chain(b).map(bits).fold(0, u32::max);
+        f32::from_bits(largest)
+    }
+
+    #[inline(always)]
+    unsafe fn low_bytes(x: Self::I) -> [i8; LANES] {
+        x.map(|x| x as i8)
+    }
+
+    #[inline(always)]
+    unsafe fn quarter_sums(codes: *const i8) -> [i32; 4] {
+        // SAFETY: 64 codes are readable, by the trait's contract.
+        let quarters = unsafe { codes.cast::<[[i8; 16]; 4]>().read() };
+        quarters.map(|quarter| quarter.into_iter().map(i32::from).sum())
+    }
+
+    #[inline(always)]
+    unsafe fn prefetch(_at: *const u8) {}
 }

@@ -7,6 +7,7 @@ mod attention;
 mod elementwise;
 mod formats;
 mod linear;
+mod product;
 
 use baton_kernels::{Isa, Kernels};
 
