@@ -167,6 +167,7 @@ impl RequestTask {
             sampling: self.order.sampling.clone(),
             cache_salt: self.order.cache_salt.clone(),
             use_cache: self.order.use_cache,
+            itl_target: self.order.slo.itl,
         };
         self.shared
             .engine

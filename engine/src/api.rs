@@ -69,6 +69,9 @@ pub struct Submission {
     pub cache_salt: Vec<u8>,
     /// Whether the prefix cache may be read and filled by this request.
     pub use_cache: bool,
+    /// Longest gap between two tokens of a choice that steps are planned for, on top of
+    /// the engine's own target. `Local` and `Receive` only.
+    pub itl_target: Option<Duration>,
 }
 
 /// What a worker tells the engine.
@@ -206,6 +209,8 @@ pub struct StepStatistics {
     pub flops: u64,
     pub bytes: u64,
     pub preemptions: u32,
+    /// What was foretold of `duration`, where decode rows ran and time can be foretold.
+    pub foretold: Option<Duration>,
 }
 
 /// How full an engine is, as of its last step or command. Cheap to read at any time.
@@ -217,6 +222,12 @@ pub struct Load {
     pub preemptions_total: u64,
     pub prefix_queries_tokens_total: u64,
     pub prefix_hits_tokens_total: u64,
+    /// Smallest target on the gap between tokens that is in force.
+    pub itl_target: Option<Duration>,
+    /// Requests whose start was put off to keep a target.
+    pub slo_delayed_total: u64,
+    /// Steps whose prompt tokens were cut to keep a target.
+    pub slo_cut_steps_total: u64,
     /// Per KV group.
     pub blocks: Vec<BlockCounts>,
 }

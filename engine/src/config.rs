@@ -62,6 +62,9 @@ pub struct Limits {
     pub queue_tokens_max: u32,
     /// Blocks each choice of a reservation is promised beyond its prompt.
     pub growth_blocks: u32,
+    /// Longest gap between two tokens of a stream that a decode engine plans its steps
+    /// for; requests may ask for less. `None` fills every step as far as it goes.
+    pub itl_target: Option<Duration>,
     /// Prompt tokens by which a waiting prefill's rank improves per second of waiting.
     pub ageing_tokens_per_second: u32,
     /// Commands that may wait for the engine before submissions are refused.
@@ -81,6 +84,7 @@ impl Default for Limits {
             queue_requests_max: 256,
             queue_tokens_max: 1 << 20,
             growth_blocks: 4,
+            itl_target: None,
             ageing_tokens_per_second: 1024,
             commands_max: 1024,
             retry_after: Duration::from_secs(1),

@@ -58,6 +58,7 @@ fn submissions() -> Vec<Submission> {
                 },
                 cache_salt: Vec::new(),
                 use_cache: true,
+                itl_target: None,
             }
         })
         .collect()

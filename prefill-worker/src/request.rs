@@ -80,6 +80,8 @@ impl RequestTask {
             sampling: order.sampling.clone(),
             cache_salt: order.cache_salt.clone(),
             use_cache: order.use_cache,
+            // A prefill worker has no tokens to keep apart.
+            itl_target: None,
         };
         if let Err(error) = shared.engine.send(Command::Submit(Box::new(submission))) {
             shared.routes.close(key);

@@ -21,6 +21,8 @@ pub mod convert;
 #[cfg(feature = "wire")]
 pub mod live_requests;
 #[cfg(feature = "wire")]
+pub mod slo;
+#[cfg(feature = "wire")]
 pub mod status;
 #[cfg(feature = "wire")]
 pub mod transport;

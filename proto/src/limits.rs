@@ -13,6 +13,9 @@ pub const STOP_STRING_BYTES_MAX: usize = 1024;
 pub const STOP_TOKENS_MAX: usize = 64;
 /// Entries of `logit_bias`.
 pub const LOGIT_BIAS_MAX: usize = 1024;
+/// Milliseconds of a target on the gap between tokens. Below, a timer's own error
+/// would be most of it; above, nobody waits.
+pub const ITL_MS: std::ops::RangeInclusive<f64> = 0.1..=60_000.0;
 /// Characters of a client-given request id that are kept.
 pub const REQUEST_ID_CHARS_MAX: usize = 64;
 /// Bytes of one front-door request body or gRPC message.

@@ -8,6 +8,7 @@ use crate::ids::{Epoch, RequestId, TokenId};
 use crate::model_card::ModelCard;
 use crate::protocol::{self, ProtocolVersion};
 use crate::sampling::SamplingParams;
+use crate::slo::Slo;
 use crate::{convert, v1};
 
 /// A checked [`v1::WorkRequest`].
@@ -23,6 +24,8 @@ pub struct WorkOrder {
     pub use_cache: bool,
     /// What is left of the request's time.
     pub deadline: Option<Duration>,
+    /// What it expects of latency.
+    pub slo: Slo,
 }
 
 impl WorkOrder {
@@ -106,6 +109,7 @@ impl WorkOrder {
             ));
         }
         check_context(wire.prompt.len(), sampling.max_tokens, card.context_max)?;
+        let slo = Slo::from_wire(wire.slo.as_ref(), "work.slo")?;
         Ok(Self {
             request_id: RequestId(wire.request_id),
             prompt: wire.prompt,
@@ -114,6 +118,7 @@ impl WorkOrder {
             cache_salt: wire.cache_salt,
             use_cache: wire.use_cache,
             deadline: wire.deadline_ms.map(Duration::from_millis),
+            slo,
         })
     }
 }
@@ -221,6 +226,11 @@ mod tests {
             ErrorKind::Unsupported
         );
         assert_eq!(refused(|r| r.protocol = None).field, "work.protocol");
+        let slo = |itl_ms| v1::Slo {
+            ttft_ms: None,
+            itl_ms: Some(itl_ms),
+        };
+        assert_eq!(refused(|r| r.slo = Some(slo(0.0))).field, "work.slo.itl_ms");
         assert_eq!(
             refused(|r| r.prompt = vec![1; 60]).reason,
             "CONTEXT_LENGTH_EXCEEDED"

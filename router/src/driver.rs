@@ -19,6 +19,7 @@ use baton_observability::RouterMetrics;
 use baton_observability::labels::{Decision, RetryWhen, Success};
 use baton_proto::block_hash::BlockHash;
 use baton_proto::sampling::SamplingParams;
+use baton_proto::slo::Slo;
 use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, v1};
 use tokio::time::Instant;
 
@@ -53,6 +54,7 @@ pub struct Job {
     pub rules: StopRules,
     pub use_cache: bool,
     pub exact: bool,
+    pub slo: Slo,
     pub received: Instant,
     pub admitted: Instant,
     pub tokenized: Instant,

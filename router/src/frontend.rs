@@ -11,6 +11,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use baton_observability::labels::Outcome;
 use baton_observability::{AdminState, Readiness, Registry, RouterMetrics, logging, metrics_text};
+use baton_proto::slo::Slo;
 use baton_proto::{Error, ErrorKind, RequestId, v1};
 use baton_tokenizer::{EncodeOptions, Tokenizer};
 use tokio::time::Instant;
@@ -161,6 +162,7 @@ impl Frontend {
             );
         }
         validate::check_supported(&request)?;
+        let slo = Slo::from_wire(request.slo.as_ref(), "slo")?;
         let model = shared.workers.model(&request.model)?;
         validate::check_sampling_early(request.sampling.as_ref(), &model)?;
         let min_tokens = request.sampling.as_ref().and_then(|s| s.min_tokens);
@@ -206,6 +208,7 @@ impl Frontend {
             rules,
             use_cache,
             exact,
+            slo,
             received: call.received,
             admitted,
             tokenized,

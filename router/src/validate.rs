@@ -36,9 +36,6 @@ pub fn check_supported(request: &v1::GenerateRequest) -> Result<(), Error> {
             "priorities are not supported, only 0 is accepted",
         );
     }
-    if request.slo.is_some() {
-        return refused("slo", "objectives per request are not supported");
-    }
     if !request.adapter.is_empty() {
         return refused("adapter", "adapters are not supported");
     }
@@ -263,7 +260,6 @@ mod tests {
             "response_format"
         );
         assert_eq!(unsupported(|r| r.priority = 1), "priority");
-        assert_eq!(unsupported(|r| r.slo = Some(v1::Slo::default())), "slo");
         assert_eq!(unsupported(|r| r.adapter = "a".into()), "adapter");
         assert_eq!(
             unsupported(|r| r.resume = Some(v1::Resume::default())),

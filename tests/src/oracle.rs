@@ -75,6 +75,7 @@ impl Oracle {
             sampling: case.sampling.clone(),
             cache_salt: Vec::new(),
             use_cache: false,
+            itl_target: None,
         };
         let submit = Command::Submit(Box::new(submission));
         self.engine.send(submit).expect("the oracle is idle");

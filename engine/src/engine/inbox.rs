@@ -132,6 +132,7 @@ mod tests {
             sampling: baton_proto::sampling::SamplingParams::default(),
             cache_salt: Vec::new(),
             use_cache: true,
+            itl_target: None,
         }))
     }
 

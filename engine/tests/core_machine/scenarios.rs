@@ -27,6 +27,7 @@ pub fn local(key: u64, prompt: u32, max_tokens: u32) -> Submission {
         },
         cache_salt: Vec::new(),
         use_cache: true,
+        itl_target: None,
     }
 }
 

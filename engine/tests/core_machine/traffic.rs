@@ -168,6 +168,7 @@ fn play(sizes: &Sizes, prefill: &Sizes, ops: &[Op]) -> Seen {
                     sampling: arrival.sampling.clone(),
                     cache_salt: vec![arrival.salt],
                     use_cache: arrival.use_cache,
+                    itl_target: None,
                 };
                 world.arrive(submission, &arrival.forced, arrival.lazy, arrival.delay);
             }

@@ -96,6 +96,7 @@ impl Driver {
             exact: job.exact,
             deadline_ms: Some(left.as_millis() as u64),
             adapter: String::new(),
+            slo: job.slo.to_wire(),
         }
     }
 

@@ -98,6 +98,7 @@ impl Call {
             include_stop_in_output: body.include_stop_str_in_output.unwrap_or(false),
             exact: body.exact,
             use_cache: body.use_cache,
+            slo: body.slo.map(wire::Slo::into_v1),
             ..v1::GenerateRequest::default()
         };
         Ok(Self {
@@ -137,6 +138,7 @@ impl Call {
             include_stop_in_output: body.include_stop_str_in_output.unwrap_or(false),
             exact: body.exact,
             use_cache: body.use_cache,
+            slo: body.slo.map(wire::Slo::into_v1),
             ..v1::GenerateRequest::default()
         };
         let requests = prompts(body.prompt)?.into_iter().map(request).collect();

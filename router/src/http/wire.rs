@@ -8,6 +8,7 @@
 
 use std::collections::BTreeMap;
 
+use baton_proto::v1;
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -22,6 +23,23 @@ pub(crate) struct StreamOptions {
     pub(crate) include_usage: Option<bool>,
     #[serde(rename = "include_obfuscation")]
     pub(crate) _include_obfuscation: Ignored,
+}
+
+/// What is expected of latency; an extension of the public API.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Slo {
+    pub(crate) ttft_ms: Option<f64>,
+    pub(crate) itl_ms: Option<f64>,
+}
+
+impl Slo {
+    pub(crate) fn into_v1(self) -> v1::Slo {
+        v1::Slo {
+            ttft_ms: self.ttft_ms,
+            itl_ms: self.itl_ms,
+        }
+    }
 }
 
 /// One stop string or several.
@@ -84,6 +102,7 @@ pub(crate) struct ChatCompletion {
     pub(crate) stream_options: Option<StreamOptions>,
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
+    pub(crate) slo: Option<Slo>,
 
     pub(crate) response_format: Option<Value>,
     pub(crate) tools: Refused,
@@ -141,6 +160,7 @@ pub(crate) struct Completion {
     pub(crate) stream_options: Option<StreamOptions>,
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
+    pub(crate) slo: Option<Slo>,
 
     pub(crate) best_of: Option<u32>,
     pub(crate) echo: Option<bool>,

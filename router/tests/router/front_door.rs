@@ -29,6 +29,7 @@ async fn wrong_requests_are_refused_by_name_and_reach_no_worker() {
             ..v1::Chat::default()
         }))
     };
+    let slo = |ttft_ms, itl_ms| Some(v1::Slo { ttft_ms, itl_ms });
     let with = |change: &dyn Fn(&mut v1::GenerateRequest)| {
         let mut request = request(10, 5);
         change(&mut request);
@@ -70,9 +71,14 @@ async fn wrong_requests_are_refused_by_name_and_reach_no_worker() {
             "priority",
         ),
         (
-            with(&|r| r.slo = Some(v1::Slo::default())),
+            with(&|r| r.slo = slo(None, Some(f64::NAN))),
+            ErrorKind::Invalid,
+            "slo.itl_ms",
+        ),
+        (
+            with(&|r| r.slo = slo(Some(100.0), None)),
             ErrorKind::Unsupported,
-            "slo",
+            "slo.ttft_ms",
         ),
         (
             with(&|r| r.adapter = "a".into()),
