@@ -3,6 +3,7 @@
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use baton_observability::logging::LogFormat;
 use baton_proto::kv_layout::KvDtype;
@@ -123,6 +124,38 @@ pub struct EngineArgs {
     /// Do not keep finished prompts for later ones with the same prefix.
     #[arg(long, env = "BATON_NO_PREFIX_CACHE")]
     pub no_prefix_cache: bool,
+}
+
+/// What decode workers promise their streams.
+#[derive(Clone, Copy, Debug, Default, Args)]
+#[command(next_help_heading = "Latency")]
+pub struct SloArgs {
+    /// Longest gap between two tokens of a stream, in milliseconds, that a decode worker
+    /// plans its steps for: it batches as many sequences as stay within it and cuts
+    /// prompts to what they leave. Requests may ask for less [default: none, batches are
+    /// as large as --sequences-max].
+    #[arg(long, env = "BATON_ITL_TARGET_MS", value_name = "MS", value_parser = itl_target)]
+    pub itl_target_ms: Option<f64>,
+}
+
+impl SloArgs {
+    /// The target, if there is one.
+    pub fn itl_target(&self) -> Option<Duration> {
+        self.itl_target_ms
+            .map(|ms| Duration::from_secs_f64(ms / 1e3))
+    }
+}
+
+fn itl_target(text: &str) -> Result<f64, String> {
+    let allowed = baton_proto::limits::ITL_MS;
+    match text.parse::<f64>() {
+        Ok(ms) if allowed.contains(&ms) => Ok(ms),
+        _ => Err(format!(
+            "give milliseconds from {} to {}",
+            allowed.start(),
+            allowed.end()
+        )),
+    }
 }
 
 /// TLS of a process's ports: PEM files. Of `up` and `router` the two front doors, of a
@@ -250,6 +283,8 @@ pub struct UpArgs {
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
+    pub slo: SloArgs,
+    #[command(flatten)]
     pub router: RouterArgs,
     #[command(flatten)]
     pub tls: TlsArgs,
@@ -347,6 +382,8 @@ pub struct DecodeRoleArgs {
     pub data_advertise: Option<String>,
     #[command(flatten)]
     pub engine: EngineArgs,
+    #[command(flatten)]
+    pub slo: SloArgs,
     #[command(flatten)]
     pub tls: TlsArgs,
 }

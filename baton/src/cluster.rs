@@ -16,7 +16,7 @@ use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::{EngineArgs, PoolArgs};
+use crate::cli::{EngineArgs, PoolArgs, SloArgs};
 use crate::settings::{ServedModel, engine_config};
 
 /// What an answer gets to leave its connection after its request was ended.
@@ -35,6 +35,7 @@ impl ClusterPlan {
         router: RouterConfig,
         engine: &EngineArgs,
         pools: &PoolArgs,
+        slo: SloArgs,
         model_name: &str,
     ) -> Self {
         let cores = allowed_cores();
@@ -45,6 +46,7 @@ impl ClusterPlan {
         let decode = (0..pools.decode_workers)
             .map(|index| {
                 let mut config = engine_config(engine, Role::Decode, model_name);
+                config.limits.itl_target = slo.itl_target();
                 deal.next(&mut config, pools.decode_threads, pools.no_pin);
                 DecodeWorkerConfig::new(format!("decode-{index}").into(), config)
             })
@@ -321,7 +323,13 @@ pub async fn start_private(
     engine: &EngineArgs,
     pools: &PoolArgs,
 ) -> anyhow::Result<Cluster> {
-    let plan = ClusterPlan::from_flags(RouterConfig::default(), engine, pools, &served.name);
+    let plan = ClusterPlan::from_flags(
+        RouterConfig::default(),
+        engine,
+        pools,
+        SloArgs::default(),
+        &served.name,
+    );
     Cluster::start(plan, Arc::clone(&served.model)).await
 }
 

@@ -222,6 +222,7 @@ pub fn decode_config(
     model_name: &str,
 ) -> anyhow::Result<DecodeWorkerConfig> {
     let mut engine = engine_config(&args.engine, Role::Decode, model_name);
+    engine.limits.itl_target = args.slo.itl_target();
     engine.threads = threads(&args.worker);
     engine.cores.clone_from(&args.worker.cores);
     let mut config = DecodeWorkerConfig::new(worker_id(&args.worker, "decode"), engine);

@@ -135,6 +135,12 @@ impl EngineConfig {
         if self.threads == 0 {
             return refuse("threads", "0 is not allowed, the least is 1".to_owned());
         }
+        if self.role == Role::Prefill && self.limits.itl_target.is_some() {
+            return refuse(
+                "itl_target_ms",
+                "a prefill engine makes no streams to keep within it".to_owned(),
+            );
+        }
         self.limits.validate()
     }
 
@@ -202,6 +208,16 @@ impl Limits {
                     self.step_tokens_max, self.sequences_max
                 ),
             ));
+        }
+        if let Some(target) = self.itl_target {
+            let (ms, allowed) = (target.as_nanos() as f64 / 1e6, baton_proto::limits::ITL_MS);
+            if !allowed.contains(&ms) {
+                let (least, most) = (allowed.start(), allowed.end());
+                return Err(baton_proto::Error::invalid(
+                    "itl_target_ms",
+                    format!("{ms} is not in {least}..={most}"),
+                ));
+            }
         }
         if self.commands_max == 0 {
             return Err(baton_proto::Error::invalid(
@@ -278,5 +294,9 @@ mod tests {
         assert_eq!(field(|c| c.threads = 0), "threads");
         assert_eq!(field(|c| c.limits.chunk_tokens = 0), "chunk_tokens");
         assert_eq!(field(|c| c.limits.step_tokens_max = 64), "step_tokens_max");
+        assert_eq!(
+            field(|c| c.limits.itl_target = Some(Duration::ZERO)),
+            "itl_target_ms"
+        );
     }
 }

@@ -5,6 +5,7 @@
 //! commands    submit, commit, cancel, release ...           (between steps)
 //! carry_out   preempt, admit, reserve, take blocks          (a plan becomes a step)
 //! results     computed positions, draws, forks, ends        (a step becomes tokens)
+//! pacing      foretold step times, for targets on the gap between tokens
 //! outbox      events of one step or command, in their order
 //! integrity   every block's claims against every table      (debug builds, tests)
 //! ```
@@ -17,6 +18,7 @@ mod carry_out;
 mod commands;
 mod integrity;
 mod outbox;
+mod pacing;
 mod request;
 mod results;
 
@@ -31,10 +33,11 @@ use crate::api::{Event, EventSink, Load, RequestKey, StepStatistics};
 use crate::config::{EngineConfig, Limits, Role};
 use crate::kv::{KvMemory, Pools};
 use crate::sampling::Scratch;
-use crate::scheduler::{SequenceId, Stage};
+use crate::scheduler::{Plan, SequenceId, Stage};
 use crate::step::{self, Executor, StepEvent, StepOutput};
 
 use outbox::Outbox;
+use pacing::Pacer;
 use request::{Kind, Request, RequestStage, Sequence};
 
 /// What the core must know of a model.
@@ -80,6 +83,7 @@ pub struct Core {
     /// Requests accepted so far: the age of the next one.
     arrivals: u64,
 
+    pacer: Pacer,
     outbox: Outbox,
     scratch: Scratch,
     totals: Totals,
@@ -138,6 +142,7 @@ impl Core {
             }
             wanted => wanted.unwrap_or(facts.card.context_max),
         };
+        let pacer = Pacer::new(executor.step_clock(), config.limits.itl_target)?;
         let core = Self {
             executor,
             sink,
@@ -153,6 +158,7 @@ impl Core {
             requests: HashMap::new(),
             sequences: BTreeMap::new(),
             arrivals: 0,
+            pacer,
             outbox: Outbox::default(),
             scratch: Scratch::default(),
             totals: Totals::default(),
@@ -169,10 +175,12 @@ impl Core {
     pub fn step(&mut self, now: Duration, cancels: Cancels<'_>) -> Result<Progress, step::Error> {
         let started = Instant::now();
         let plan = self.plan(now);
+        self.note_delay(&plan);
         if plan.is_empty() {
             return Ok(Progress::Idle);
         }
         let preemptions = plan.preempt.len() as u32;
+        let cut = plan.cut;
         let (step_plan, rows) = self.carry_out(plan)?;
         // Reservations are wanted by peers now, not after the step.
         self.flush();
@@ -180,6 +188,7 @@ impl Core {
             preemptions,
             ..StepStatistics::default()
         };
+        let mut done = None;
         if !rows.is_empty() {
             let outcome = self
                 .executor
@@ -190,6 +199,7 @@ impl Core {
                     self.failed_steps = 0;
                     (statistics.flops, statistics.bytes) = (output.work.ops(), output.work.bytes());
                     self.take_results(&rows, &output, &mut statistics);
+                    done = Some(output.work);
                     self.executor.recycle(output);
                 }
                 Ok(None) => {}
@@ -198,6 +208,11 @@ impl Core {
         }
         self.flush();
         statistics.duration = started.elapsed();
+        if let Some(work) = done {
+            let decodes = statistics.decode_tokens > 0;
+            statistics.foretold = self.pacer.observe(&work, statistics.duration, decodes);
+            self.pacer.cut_steps_total += u64::from(cut);
+        }
         if !rows.is_empty() || preemptions > 0 {
             self.sink.emit(Event::Step(statistics));
         }
@@ -205,6 +220,21 @@ impl Core {
             self.check_integrity();
         }
         Ok(Progress::Worked)
+    }
+
+    /// Counts the requests whose start a target puts off, each once: the first in the
+    /// queue that it keeps from starting, and all behind it.
+    fn note_delay(&mut self, plan: &Plan) {
+        self.pacer.delays = plan.delayed.is_some();
+        let Some(first) = plan.delayed else { return };
+        for sequence in self.sequences.range(first..).map(|(_, sequence)| sequence) {
+            let request = self.requests.get_mut(&sequence.key);
+            let request = request.expect("a sequence has its request");
+            if sequence.stage == Stage::Waiting && !std::mem::replace(&mut request.delayed, true) {
+                self.pacer.delayed_total += 1;
+                tracing::debug!(key = ?request.key, "waits for room within the target on the gap between tokens");
+            }
+        }
     }
 
     /// Polls the step in flight to its end; `None` if it was aborted because nobody
@@ -282,6 +312,9 @@ impl Core {
 
     /// Sends what has happened. Who hears it finds the load as it is after it.
     fn flush(&mut self) {
+        for tokens in self.outbox.ended() {
+            self.pacer.ended(tokens);
+        }
         self.publish_load();
         self.outbox.flush(&mut *self.sink);
     }
@@ -301,6 +334,9 @@ impl Core {
             .filter(|sequence| self.requests[&sequence.key].kind != Kind::Receive)
             .map(|sequence| sequence.known - sequence.computed)
             .sum();
+        let in_place = self.requests.values().filter(|request| {
+            matches!(request.stage, RequestStage::Active | RequestStage::Reserved)
+        });
         let load = Load {
             requests_running: self.requests.len() as u32 - waiting - held,
             requests_waiting: waiting,
@@ -308,6 +344,9 @@ impl Core {
             preemptions_total: self.totals.preemptions,
             prefix_queries_tokens_total: self.totals.prefix_queries_tokens,
             prefix_hits_tokens_total: self.totals.prefix_hits_tokens,
+            itl_target: self.pacer.target(in_place),
+            slo_delayed_total: self.pacer.delayed_total,
+            slo_cut_steps_total: self.pacer.cut_steps_total,
             blocks: self
                 .pools
                 .groups()

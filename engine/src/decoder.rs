@@ -32,6 +32,8 @@ use crate::backend::{
 use crate::kv::KvMemory;
 use crate::model::{LayerWeights, Model, ModelConfig, Weights};
 use crate::step::{Error, Executor, StepEvent, StepId, StepOutput, StepPlan};
+use crate::step_clock::{Calibrated, StepClock};
+use crate::step_time::DeviceRates;
 use crate::step_work::{MatrixCost, ModelCost, StepWork};
 use layout::StepRows;
 
@@ -43,6 +45,8 @@ pub struct DecoderExecutor<B: Backend> {
     weights: Arc<Weights<B::Matrix, B::Vector, B::Rope>>,
     backend: B,
     cost: ModelCost,
+    /// Where the foretelling of step times starts from.
+    rates: DeviceRates,
     pools: Pools,
     kv_groups: Vec<KvGroup>,
     /// Per model layer.
@@ -106,13 +110,15 @@ impl CpuExecutor {
                 .map(|group| memory.blocks(group))
                 .collect(),
         };
-        Ok(Self::with_backend(
+        let rates = DeviceRates::assumed(kernels.threads());
+        let executor = Self::with_backend(
             model.config().clone(),
             Arc::clone(model.weights()),
             CpuBackend::new(kernels, memory),
             pools,
             step_tokens_max,
-        ))
+        );
+        Ok(Self { rates, ..executor })
     }
 }
 
@@ -154,6 +160,7 @@ impl<B: Backend> DecoderExecutor<B> {
         });
         Self {
             cost,
+            rates: DeviceRates::assumed(1),
             rows: StepRows::new(step_tokens_max, groups.len()),
             config,
             weights,
@@ -337,6 +344,11 @@ where
     B::Vector: Send + Sync,
     B::Rope: Send + Sync,
 {
+    fn step_clock(&self) -> Option<Box<dyn StepClock>> {
+        let clock = Calibrated::new(self.cost.clone(), self.rates).ok()?;
+        Some(Box::new(clock))
+    }
+
     fn submit(&mut self, plan: &StepPlan) -> Result<StepId, Error> {
         // A plan that replaces one in flight is the caller's way to drop it.
         self.step = None;

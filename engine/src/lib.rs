@@ -14,6 +14,7 @@
 //! step       the plan and the result of one step, as plain data
 //! step_work  what a step asks of the device: operations and bytes
 //! step_time  how long that takes, predicted and calibrated
+//! step_clock what the core foretells steps with
 //! decoder    one transformer decoder driven by data, over a backend's operations
 //! model      GGUF and safetensors files -> configuration, weights, tokenizer spec
 //! sampling   logits -> tokens
@@ -32,5 +33,6 @@ pub mod sampling;
 pub mod scheduler;
 mod start;
 pub mod step;
+pub mod step_clock;
 pub mod step_time;
 pub mod step_work;

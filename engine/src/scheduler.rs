@@ -20,14 +20,20 @@
 //! The age of a sequence is its arrival. A running sequence takes blocks only from
 //! younger ones and is admitted oldest first, so the oldest one is never preempted
 //! and always advances; once it ends, the next is the oldest.
+//!
+//! # Time
+//! Under a target on the gap between tokens a decode pool also counts time: see
+//! [`pace`](self::pace). Without one nothing is foretold and nothing held back.
 
 mod decode;
+pub mod pace;
 mod prefill;
 
 use std::time::Duration;
 
 use crate::config::{Limits, Role};
 use crate::kv::Hit;
+pub use pace::{Pace, StepTimes};
 
 /// Names a sequence; the order is its age, the oldest first.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -73,6 +79,10 @@ pub struct SequenceView {
     pub slots: u32,
     /// Whether admission reserves its blocks for a peer instead of computing.
     pub receives: bool,
+    /// Its own target on the gap between its tokens.
+    pub itl_target: Option<Duration>,
+    /// Tokens that each of its choices is expected to make yet.
+    pub foreseen: u32,
 }
 
 /// What the scheduler asks about blocks, for single sequences and only when needed.
@@ -97,6 +107,8 @@ pub struct State<'a> {
     /// Per group, blocks of a window group not charged to anybody.
     pub window_free: &'a [u32],
     pub accounts: &'a dyn Accounts,
+    /// Foretells steps, to keep targets; `None` keeps none.
+    pub pace: Option<Pace<'a>>,
 }
 
 /// A sequence that may start.
@@ -124,6 +136,10 @@ pub struct Plan {
     pub admit: Vec<Admission>,
     /// Compute these; every block they need is available or in their credit.
     pub rows: Vec<Row>,
+    /// The first in the queue, if a target alone keeps it from starting.
+    pub delayed: Option<SequenceId>,
+    /// Whether a target cut a prompt's tokens.
+    pub cut: bool,
 }
 
 impl Plan {
@@ -202,9 +218,14 @@ impl Room {
         })
     }
 
-    /// Tokens of a prompt with `uncomputed` left that fit this step.
+    /// Tokens of a prompt with `uncomputed` left that there is room for.
+    fn chunk(&self, uncomputed: u32) -> u32 {
+        uncomputed.min(self.chunk_tokens).min(self.step_tokens)
+    }
+
+    /// Takes the tokens of a prompt with `uncomputed` left that fit this step.
     fn take_chunk(&mut self, uncomputed: u32) -> u32 {
-        let tokens = uncomputed.min(self.chunk_tokens).min(self.step_tokens);
+        let tokens = self.chunk(uncomputed);
         self.chunk_tokens -= tokens;
         self.step_tokens -= tokens;
         tokens
@@ -266,6 +287,8 @@ pub(crate) mod testing {
             extra_credit: 0,
             slots: 1,
             receives: false,
+            itl_target: None,
+            foreseen: 1,
         }
     }
 

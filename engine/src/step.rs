@@ -13,6 +13,7 @@ use serde::{Deserialize, Serialize};
 
 use baton_proto::TokenId;
 
+use crate::step_clock::StepClock;
 use crate::step_work::StepWork;
 
 /// Names a step of one executor.
@@ -82,6 +83,12 @@ pub struct StepOutput {
 
 /// Runs plans on one device.
 pub trait Executor: Send {
+    /// What foretells its steps; `None` where nothing does, and then no target on the
+    /// gap between tokens can be kept.
+    fn step_clock(&self) -> Option<Box<dyn StepClock>> {
+        None
+    }
+
     /// Starts `plan`. One step at a time.
     ///
     /// # Errors

@@ -50,6 +50,11 @@ pub const SEQUENCES: &[f64] = &[
 /// A share between 0 and 1.
 pub const RATIO: &[f64] = &[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0];
 
+/// Real over foretold time: close around 1, where a forecast is good.
+pub const OVER_PREDICTION: &[f64] = &[
+    0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 4.0, 8.0,
+];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -103,7 +108,7 @@ mod tests {
                 }
             }
         }
-        for bounds in [TOKENS, SEQUENCES, RATIO] {
+        for bounds in [TOKENS, SEQUENCES, RATIO, OVER_PREDICTION] {
             assert!(bounds.windows(2).all(|pair| pair[0] < pair[1]));
         }
     }

@@ -24,6 +24,8 @@ pub enum Unit {
     Events,
     /// A share between 0 and 1.
     Ratio,
+    /// One quantity over another of its kind.
+    Times,
     /// 0 or 1.
     Flag,
 }
@@ -44,6 +46,7 @@ impl Unit {
             Self::Workers => "workers",
             Self::Events => "events",
             Self::Ratio => "0 to 1",
+            Self::Times => "times",
             Self::Flag => "0 or 1",
         }
     }

@@ -18,6 +18,7 @@ impl Metrics {
             decode_tokens: step.decode_tokens,
             flops: step.flops,
             bytes: step.bytes,
+            foretold: step.foretold,
         });
     }
 
@@ -37,6 +38,9 @@ impl Metrics {
             preemptions_total: load.preemptions_total,
             prefix_queries_tokens_total: load.prefix_queries_tokens_total,
             prefix_hits_tokens_total: load.prefix_hits_tokens_total,
+            itl_target: load.itl_target,
+            slo_delayed_total: load.slo_delayed_total,
+            slo_cut_steps_total: load.slo_cut_steps_total,
         };
         self.0.record_load(&figures, &blocks);
     }

@@ -6,3 +6,4 @@ mod grpc_api;
 mod http_api;
 mod openai_client;
 mod processes;
+mod slo;

@@ -27,7 +27,8 @@ pub fn run(args: UpArgs) -> anyhow::Result<()> {
         let served = tokio::task::spawn_blocking(move || load_model(&model_args, false))
             .await
             .context("load model")??;
-        let plan = ClusterPlan::from_flags(router, &args.engine, &args.pools, &served.name);
+        let plan =
+            ClusterPlan::from_flags(router, &args.engine, &args.pools, args.slo, &served.name);
         let has_chat = !served.model.tokenizer_spec().chat_templates.is_empty();
         let cluster = Cluster::start(plan, Arc::clone(&served.model)).await?;
 

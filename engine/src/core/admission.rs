@@ -39,6 +39,12 @@ impl Core {
                 ));
             }
         }
+        if submission.itl_target.is_some() && !self.pacer.foretells() {
+            return Err(Error::unsupported(
+                "slo.itl_ms",
+                "this worker's device cannot foretell its steps",
+            ));
+        }
         sampling.validate(self.tokenizer_size)?;
         if submission.prompt.is_empty() {
             return Err(Error::invalid(
@@ -231,7 +237,16 @@ impl Core {
         };
         let requests = queued().count();
         let tokens: u64 = queued().map(|request| request.prompt.len() as u64).sum();
+        // Why the first of them waits, where it is not for want of blocks or places.
+        let cause = if self.pacer.delays {
+            let target = self.pacer.target(self.requests.values());
+            let ms = target.unwrap_or_default().as_secs_f64() * 1e3;
+            format!("; a target of {ms} ms between tokens keeps the batch small")
+        } else {
+            String::new()
+        };
         let overloaded = |message: String| {
+            let message = message + &cause;
             Err(Error::new(ErrorKind::Overloaded, message)
                 .with_retry_after(self.limits.retry_after))
         };

@@ -54,6 +54,7 @@ impl Core {
             available: self.pools.full_available(),
             window_free: &self.window_free(),
             accounts: &ledger,
+            pace: self.pacer.pace(),
         };
         scheduler::plan(&state, now)
     }
@@ -73,6 +74,11 @@ impl Core {
                 let block = sequence.tables.block(group, ordinal);
                 block.is_some_and(|block| self.pools.pool(group).is_shared(block))
             });
+        let made = if sequence.trunk {
+            request.made_least()
+        } else {
+            request.choices[sequence.id.choice as usize].output.len() as u32
+        };
         SequenceView {
             id: sequence.id,
             stage: sequence.stage,
@@ -86,6 +92,8 @@ impl Core {
             extra_credit: sequence.extra_credit,
             slots: sequence.slots,
             receives: sequence.trunk && request.kind == Kind::Receive,
+            itl_target: request.itl_target,
+            foreseen: self.pacer.foreseen(request, made),
         }
     }
 

@@ -67,6 +67,7 @@ impl Core {
             sampling,
             cache_salt,
             use_cache,
+            itl_target,
             ..
         } = submission;
         let layout = self.pools.layout();
@@ -109,6 +110,8 @@ impl Core {
             choices,
             rules,
             hasher,
+            itl_target,
+            delayed: false,
             started: false,
             cached_tokens: 0,
             ship,

@@ -48,6 +48,18 @@ impl Outbox {
         });
     }
 
+    /// Tokens of the choices that have come to their own end.
+    pub(super) fn ended(&self) -> impl Iterator<Item = u32> {
+        self.finished.iter().filter_map(|event| match event {
+            Event::Finished {
+                reason: FinishReason::Stop | FinishReason::Length,
+                output_tokens,
+                ..
+            } => Some(*output_tokens),
+            _ => None,
+        })
+    }
+
     pub(super) fn flush(&mut self, sink: &mut dyn EventSink) {
         if !self.tokens.is_empty() {
             sink.emit(Event::Tokens(std::mem::take(&mut self.tokens)));

@@ -75,6 +75,10 @@ pub(super) struct Request {
     pub rules: Rules,
     /// Names its blocks; `None` keeps the request out of the prefix cache.
     pub hasher: Option<BlockHasher>,
+    /// Its own target on the gap between tokens.
+    pub itl_target: Option<Duration>,
+    /// Whether a target has put its start off.
+    pub delayed: bool,
     /// Whether `Started` or `Reserved` was emitted.
     pub started: bool,
     pub cached_tokens: u32,
@@ -111,6 +115,13 @@ impl Request {
             Some(token) => *token,
             None => self.choices[choice as usize].output[position as usize - prompt],
         }
+    }
+
+    /// Tokens the trunk's choices have, of those that go on the fewest.
+    pub(super) fn made_least(&self) -> u32 {
+        let goes_on = self.choices.iter().filter(|choice| !choice.ended);
+        let made = goes_on.map(|choice| choice.output.len() as u32);
+        made.min().unwrap_or(0)
     }
 
     /// Whether every choice has ended.

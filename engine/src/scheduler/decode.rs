@@ -5,13 +5,16 @@
 //! token. Who needs a block and finds none takes it from a sequence that is held
 //! back, else from the youngest that is younger than itself, else stands still for
 //! this step. Then the queue, strictly in order of age: the first that does not fit
-//! ends the pass, so nobody is overtaken for ever.
+//! ends the pass, so nobody is overtaken for ever. A target on the gap between tokens
+//! cuts chunks and ends the pass earlier ([`pace`](super::pace)).
 
+use super::pace::Pacing;
 use super::{Plan, Room, Row, SequenceId, SequenceView, Stage, State};
 
 pub(super) fn plan(state: &State<'_>) -> Plan {
     let mut plan = Plan::default();
     let mut room = Room::new(state);
+    let mut pacing = Pacing::new(state);
     let running = || {
         state
             .sequences
@@ -38,7 +41,7 @@ pub(super) fn plan(state: &State<'_>) -> Plan {
             decode_tokens -= 1;
             1
         } else {
-            room.take_chunk(view.uncomputed)
+            take_chunk(&mut room, &mut pacing, view.computed, view.uncomputed)
         };
         if tokens == 0 {
             continue;
@@ -63,9 +66,25 @@ pub(super) fn plan(state: &State<'_>) -> Plan {
     }
     // Blocks that were just taken from somebody are not for newcomers.
     if !stands_still && plan.preempt.is_empty() {
-        admit(state, &mut room, &mut plan);
+        admit(state, &mut room, &mut pacing, &mut plan);
     }
+    plan.cut = pacing.is_some_and(|pacing| pacing.cut);
     plan
+}
+
+/// Takes what fits this step of a prompt's `uncomputed` tokens from `position` on.
+fn take_chunk(
+    room: &mut Room,
+    pacing: &mut Option<Pacing<'_>>,
+    position: u32,
+    uncomputed: u32,
+) -> u32 {
+    let most = room.chunk(uncomputed);
+    let tokens = match pacing {
+        Some(pacing) => pacing.take_chunk(position, most),
+        None => most,
+    };
+    room.take_chunk(tokens)
 }
 
 /// Whose blocks `needy` may take: held back first, then the youngest.
@@ -84,7 +103,7 @@ fn victim<'a>(
         .or_else(|| candidates().find(|view| view.id > needy))
 }
 
-fn admit(state: &State<'_>, room: &mut Room, plan: &mut Plan) {
+fn admit(state: &State<'_>, room: &mut Room, pacing: &mut Option<Pacing<'_>>, plan: &mut Plan) {
     // Each sequence that holds blocks may soon want one more; starting another must
     // not make the next step preempt it again.
     let holders = state
@@ -101,13 +120,21 @@ fn admit(state: &State<'_>, room: &mut Room, plan: &mut Plan) {
             break;
         }
         let reserve = (holders + plan.admit.len()) as u32;
+        let fits = pacing.as_ref().is_none_or(|pacing| pacing.admits(view));
+        if !fits {
+            plan.delayed = Some(view.id);
+            break;
+        }
         let Some(admission) = room.admit(state, view, reserve) else {
             break;
         };
         plan.admit.push(admission);
+        if let Some(pacing) = pacing {
+            pacing.join(view);
+        }
         if !view.receives {
-            let uncomputed = view.uncomputed - admission.hit.blocks * state.block_size;
-            let tokens = room.take_chunk(uncomputed);
+            let cached = admission.hit.blocks * state.block_size;
+            let tokens = take_chunk(room, pacing, cached, view.uncomputed - cached);
             plan.rows.push(Row {
                 id: view.id,
                 tokens,
@@ -135,6 +162,7 @@ mod tests {
             available: Some(available),
             window_free: &[0],
             accounts: &accounts,
+            pace: None,
         };
         plan(&state, Duration::ZERO)
     }

@@ -71,6 +71,7 @@ mod tests {
             available: Some(available),
             window_free: &[0],
             accounts: &accounts,
+            pace: None,
         };
         plan(&state, now)
     }
@@ -132,6 +133,7 @@ mod tests {
             available: Some(100),
             window_free: &[0, 11],
             accounts: &accounts,
+            pace: None,
         };
         assert_eq!(plan(&state, Duration::ZERO).admit.len(), 2);
     }

@@ -9,6 +9,7 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use baton_engine::api::Submission;
 use baton_engine::core::ModelFacts;
@@ -17,6 +18,8 @@ use baton_engine::sampling::{Draw, Rules, Scratch};
 use baton_engine::step::{
     BLOCK_NONE, Error, Executor, LogitsWanted, RowInput, StepEvent, StepId, StepOutput, StepPlan,
 };
+use baton_engine::step_clock::StepClock;
+use baton_engine::step_work::{Row, StepWork};
 use baton_proto::NumericsId;
 use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
 use baton_proto::model_card::ModelCard;
@@ -133,6 +136,8 @@ pub struct FakeExecutor {
     memory: Arc<KvMemory>,
     tally: Arc<Tally>,
     step: Option<Running>,
+    /// Seconds that its clock foretells per token of a step; without it, no clock.
+    pub seconds_per_token: Option<u64>,
     /// Sabotage: copies for copy-on-write are counted but not made.
     pub skips_copies: bool,
 }
@@ -143,6 +148,7 @@ impl FakeExecutor {
             memory: Arc::clone(memory),
             tally: Arc::clone(tally),
             step: None,
+            seconds_per_token: None,
             skips_copies: false,
         }
     }
@@ -163,7 +169,29 @@ impl FakeExecutor {
     }
 }
 
+/// Every token takes the same time, whatever steps really took.
+struct FakeClock {
+    seconds_per_token: u64,
+}
+
+impl StepClock for FakeClock {
+    fn add(&self, work: &mut StepWork, row: Row) {
+        work.tokens += u64::from(row.tokens);
+    }
+
+    fn predict(&self, work: &StepWork) -> Duration {
+        Duration::from_secs(self.seconds_per_token * work.tokens)
+    }
+
+    fn observe(&mut self, _work: &StepWork, _took: Duration) {}
+}
+
 impl Executor for FakeExecutor {
+    fn step_clock(&self) -> Option<Box<dyn StepClock>> {
+        let seconds_per_token = self.seconds_per_token?;
+        Some(Box::new(FakeClock { seconds_per_token }))
+    }
+
     fn submit(&mut self, plan: &StepPlan) -> Result<StepId, Error> {
         assert!(self.step.is_none() && !plan.rows.is_empty());
         let block_size = self.memory.layout().block_size;

@@ -37,6 +37,8 @@ pub struct Sizes {
     pub chunk_tokens: u32,
     pub sequences_max: u32,
     pub prefix_cache: bool,
+    /// Foretold steps take a second per token; `None` keeps no target.
+    pub itl_target: Option<Duration>,
 }
 
 impl Sizes {
@@ -48,6 +50,7 @@ impl Sizes {
             chunk_tokens: 32,
             sequences_max: 8,
             prefix_cache: true,
+            itl_target: None,
         }
     }
 }
@@ -62,6 +65,7 @@ pub fn config(role: Role, sizes: &Sizes) -> EngineConfig {
             step_tokens_max: sizes.chunk_tokens + sizes.sequences_max,
             sequences_max: sizes.sequences_max,
             growth_blocks: 2,
+            itl_target: sizes.itl_target,
             ..Limits::default()
         },
         ..EngineConfig::new(role, "fake")
@@ -85,6 +89,7 @@ impl Machine {
         let load = Arc::<Mutex<Load>>::default();
         let events = Arc::<Mutex<Vec<Event>>>::default();
         let mut executor = FakeExecutor::new(&memory, &tally);
+        executor.seconds_per_token = Some(1);
         let mut config = config(role, sizes);
         change(&mut config, &mut executor);
         let core = Core::new(

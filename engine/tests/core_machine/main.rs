@@ -12,6 +12,7 @@
 mod client;
 mod fake;
 mod machine;
+mod pace;
 mod peers;
 mod pools;
 mod scenarios;

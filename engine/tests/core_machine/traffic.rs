@@ -3,6 +3,7 @@
 
 use std::cell::RefCell;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use baton_engine::api::{RequestKey, Submission, Work};
 use baton_proto::sampling::SamplingParams;
@@ -24,6 +25,7 @@ struct Arrival {
     forced: Vec<usize>,
     salt: u8,
     use_cache: bool,
+    itl_target: Option<Duration>,
     lazy: bool,
     delay: u32,
 }
@@ -74,10 +76,22 @@ fn arrival() -> impl Strategy<Value = Arrival> {
         any::<bool>(),
         sampling(),
         prop_oneof![3 => Just(Vec::new()), 1 => prop::collection::vec(0_usize..12, 1..4)],
-        (0_u8..2, prop::bool::weighted(0.8), any::<bool>(), 0_u32..12),
+        (
+            0_u8..2,
+            prop::bool::weighted(0.8),
+            any::<bool>(),
+            0_u32..12,
+            prop::option::weighted(0.2, itl_target()),
+        ),
     )
         .prop_map(
-            |((family, shared, own), handoff, sampling, forced, (salt, use_cache, lazy, delay))| {
+            |(
+                (family, shared, own),
+                handoff,
+                sampling,
+                forced,
+                (salt, use_cache, lazy, delay, itl_target),
+            )| {
                 Arrival {
                     family,
                     shared,
@@ -87,11 +101,18 @@ fn arrival() -> impl Strategy<Value = Arrival> {
                     forced,
                     salt,
                     use_cache,
+                    itl_target,
                     lazy,
                     delay,
                 }
             },
         )
+}
+
+/// From one that no batch can meet to one that never binds; steps take a second per token.
+fn itl_target() -> impl Strategy<Value = Duration> {
+    prop::sample::select(vec![500_u64, 1_100, 2_500, 6_000, 20_000, 60_000])
+        .prop_map(Duration::from_millis)
 }
 
 fn op() -> impl Strategy<Value = Op> {
@@ -112,10 +133,13 @@ fn sizes() -> impl Strategy<Value = Sizes> {
         11_u32..28,
         0_u32..12,
         4_u32..9,
-        prop::bool::weighted(0.8),
+        (
+            prop::bool::weighted(0.8),
+            prop::option::weighted(0.4, itl_target()),
+        ),
     )
         .prop_map(
-            |(block_size, chunk_tokens, blocks, spare, sequences_max, prefix_cache)| {
+            |(block_size, chunk_tokens, blocks, spare, sequences_max, (prefix_cache, target))| {
                 let unit = (32 + chunk_tokens).div_ceil(block_size) + 1;
                 Sizes {
                     block_size,
@@ -124,6 +148,7 @@ fn sizes() -> impl Strategy<Value = Sizes> {
                     chunk_tokens,
                     sequences_max,
                     prefix_cache,
+                    itl_target: target,
                 }
             },
         )
@@ -148,6 +173,8 @@ struct Seen {
     late_writes: u64,
     served: u64,
     refused: u64,
+    delayed: u64,
+    cut: u64,
 }
 
 fn play(sizes: &Sizes, prefill: &Sizes, ops: &[Op]) -> Seen {
@@ -168,7 +195,7 @@ fn play(sizes: &Sizes, prefill: &Sizes, ops: &[Op]) -> Seen {
                     sampling: arrival.sampling.clone(),
                     cache_salt: vec![arrival.salt],
                     use_cache: arrival.use_cache,
-                    itl_target: None,
+                    itl_target: arrival.itl_target,
                 };
                 world.arrive(submission, &arrival.forced, arrival.lazy, arrival.delay);
             }
@@ -210,6 +237,8 @@ fn play(sizes: &Sizes, prefill: &Sizes, ops: &[Op]) -> Seen {
         late_writes: u64::from(world.late_writes),
         served: world.clients.len() as u64 - refused,
         refused,
+        delayed: load.slo_delayed_total,
+        cut: load.slo_cut_steps_total,
     }
 }
 
@@ -231,6 +260,7 @@ fn every_token_equals_the_oracle_under_any_traffic() {
             let unit = (32 + prefill.chunk_tokens).div_ceil(prefill.block_size) + 1;
             let prefill = Sizes {
                 window_blocks: unit * 5,
+                itl_target: None,
                 ..prefill
             };
             let run = play(&decode, &prefill, &ops);
@@ -242,6 +272,8 @@ fn every_token_equals_the_oracle_under_any_traffic() {
             seen.late_writes += run.late_writes;
             seen.served += run.served;
             seen.refused += run.refused;
+            seen.delayed += run.delayed;
+            seen.cut += run.cut;
             Ok(())
         })
         .unwrap();
@@ -252,5 +284,6 @@ fn every_token_equals_the_oracle_under_any_traffic() {
         "{seen:?}"
     );
     assert!(seen.handoffs > 0 && seen.late_writes > 0, "{seen:?}");
+    assert!(seen.delayed > 0 && seen.cut > 0, "{seen:?}");
     assert!(seen.served > 10 * seen.refused, "{seen:?}");
 }

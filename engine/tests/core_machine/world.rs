@@ -262,6 +262,7 @@ impl World {
                     .collect();
                 let mut submission = client.submission.clone();
                 submission.work = Work::Prefill { ship };
+                submission.itl_target = None;
                 if !client.cancelled {
                     self.prefill.submit(submission);
                 }

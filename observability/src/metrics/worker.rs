@@ -69,6 +69,14 @@ metric_set! {
             "Token rows in a step.";
         batch_sequences: ByLabel<StepPhase, Histogram> = "baton_batch_size", Sequences, buckets::SEQUENCES,
             "Sequences in a step.";
+        step_over_prediction: Histogram = "baton_step_over_prediction_ratio", Times, buckets::OVER_PREDICTION,
+            "Real over foretold time of a step with decode rows.";
+        itl_target: GaugeF64 = "baton_itl_target_seconds", Seconds, &[],
+            "Smallest target on the gap between tokens that steps are planned for. 0 without one.";
+        slo_delayed_requests: Counter = "baton_slo_delayed_requests_total", Requests, &[],
+            "Requests whose start was put off to keep a target on the gap between tokens.";
+        slo_cut_steps: Counter = "baton_slo_cut_steps_total", Events, &[],
+            "Steps whose prompt tokens were cut to keep a target on the gap between tokens.";
         flops: Counter = "baton_flops_total", Flops, &[],
             "Floating point operations the model asked for. Its rate over the peak is MFU.";
         memory_bytes: Counter = "baton_memory_bytes_total", Bytes, &[],

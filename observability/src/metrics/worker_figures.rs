@@ -14,6 +14,8 @@ pub struct StepFigures {
     pub decode_tokens: u32,
     pub flops: u64,
     pub bytes: u64,
+    /// What was foretold of `duration`.
+    pub foretold: Option<Duration>,
 }
 
 /// How full an engine is.
@@ -24,6 +26,9 @@ pub struct LoadFigures {
     pub preemptions_total: u64,
     pub prefix_queries_tokens_total: u64,
     pub prefix_hits_tokens_total: u64,
+    pub itl_target: Option<Duration>,
+    pub slo_delayed_total: u64,
+    pub slo_cut_steps_total: u64,
 }
 
 /// Blocks by state, summed over the KV groups.
@@ -51,6 +56,10 @@ impl WorkerMetrics {
         self.prompt_tokens.inc_by(u64::from(step.prefill_tokens));
         self.flops.inc_by(step.flops);
         self.memory_bytes.inc_by(step.bytes);
+        if let Some(foretold) = step.foretold {
+            let ratio = step.duration.as_secs_f64() / foretold.as_secs_f64().max(1e-9);
+            self.step_over_prediction.observe(ratio);
+        }
     }
 
     /// Sets the gauges and brings the counters that the engine keeps itself up to date.
@@ -60,6 +69,10 @@ impl WorkerMetrics {
         raise(&self.preemptions, load.preemptions_total);
         raise(&self.prefix_cache_queries, load.prefix_queries_tokens_total);
         raise(&self.prefix_cache_hits, load.prefix_hits_tokens_total);
+        raise(&self.slo_delayed_requests, load.slo_delayed_total);
+        raise(&self.slo_cut_steps, load.slo_cut_steps_total);
+        self.itl_target
+            .set(load.itl_target.unwrap_or_default().as_secs_f64());
         let states = [
             (BlockState::Free, blocks.free),
             (BlockState::Referenced, blocks.referenced),

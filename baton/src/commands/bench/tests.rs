@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use super::client::Client;
 use super::flags::BenchCommand;
 use super::{interference, load};
-use crate::cli::{CliCommand, EngineArgs, PoolArgs};
+use crate::cli::{CliCommand, EngineArgs, PoolArgs, SloArgs};
 use crate::cluster::{Cluster, ClusterPlan, Doors};
 use crate::config;
 
@@ -34,7 +34,10 @@ impl Served {
             panic!("not `generate`");
         };
         let (engine, pools): (EngineArgs, PoolArgs) = (args.engine, args.pools);
-        let plan = ClusterPlan::from_flags(RouterConfig::default(), &engine, &pools, "rand");
+        let slo = SloArgs {
+            itl_target_ms: Some(60_000.0),
+        };
+        let plan = ClusterPlan::from_flags(RouterConfig::default(), &engine, &pools, slo, "rand");
         let cluster = Cluster::start(plan, model).await.unwrap();
         let http = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let grpc = TcpListener::bind("127.0.0.1:0").await.unwrap();
