@@ -47,7 +47,7 @@ async fn a_target_reaches_the_engine_for_as_long_as_its_request_runs() {
             ..SamplingParams::default()
         },
     };
-    let oracle = Oracle::new(&models::fixture("rand"), KvDtype::F32);
+    let mut oracle = Oracle::new(&models::fixture("rand"), KvDtype::F32);
     assert_eq!(target_in_force(&open).await, 0.0);
 
     let (bound, free) = (case(3, 1500), case(4, 300));
@@ -59,7 +59,8 @@ async fn a_target_reaches_the_engine_for_as_long_as_its_request_runs() {
     }
     assert_eq!(target_in_force(&open).await, 0.0075);
     // One without a target runs or waits beside it; both come out as ever.
-    let other = client::run(&open.cluster.frontend(), client::request(&free));
+    let frontend = open.cluster.frontend();
+    let other = client::run(&frontend, client::request(&free));
     let rest = async {
         while let Some(event) = stream.message().await.unwrap() {
             collector.take(event);
@@ -94,7 +95,8 @@ async fn a_target_that_makes_no_sense_is_refused_by_name_and_range() {
     };
     for itl_ms in [0.0, -3.0, f64::NAN, f64::INFINITY, 1e12] {
         let request = with_slo(client::request(&case), itl_ms);
-        let status = open.grpc().generate(request).await.unwrap_err();
+        let mut stream = open.grpc().generate(request).await.unwrap().into_inner();
+        let status = stream.message().await.unwrap_err();
         assert_eq!(status.code(), Code::InvalidArgument, "{itl_ms}");
         assert!(status.message().contains("0.1..=60000"), "{status}");
         let details = status.get_error_details();
@@ -119,12 +121,16 @@ async fn a_target_that_makes_no_sense_is_refused_by_name_and_range() {
         (json!({ "itl_ms": 0.1 }), 200),
         (json!({ "itl_ms": 60_000 }), 200),
     ] {
-        let reply = open.http().post("/v1/completions", &completion(slo.clone()));
-        assert_eq!(reply.await.status, status, "{slo}");
+        let body = completion(slo);
+        let reply = open.http().post("/v1/completions", &body).await;
+        assert_eq!(reply.status, status, "{body}");
     }
     let huge = br#"{"prompt":[5],"max_tokens":2,"slo":{"itl_ms":1e999}}"#;
-    let reply = open.http().post_bytes("/v1/completions", huge.to_vec());
-    assert_eq!(reply.await.status, 400);
+    let reply = open
+        .http()
+        .post_bytes("/v1/completions", huge.to_vec())
+        .await;
+    assert_eq!(reply.status, 400);
     let chat = json!({
         "messages": [{ "role": "user", "content": "hi" }], "max_tokens": 2, "slo": { "itl_ms": 0 },
     });
