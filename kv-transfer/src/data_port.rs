@@ -3,7 +3,7 @@
 //! One thread accepts, shakes hands for TLS if there is any, and checks hellos; each authenticated connection becomes a
 //! lane with its own thread, which reads straight into granted blocks.
 
-mod lane;
+pub(crate) mod lane;
 mod stranger;
 
 use std::collections::VecDeque;
@@ -255,7 +255,7 @@ impl Porter {
         sockets.extend(
             self.strangers
                 .iter()
-                .map(|s| (s.stream.socket().as_fd(), s.stream.interest(false))),
+                .filter_map(|s| Some((s.stream.socket()?.as_fd(), s.stream.interest(false)))),
         );
         let oldest = self.strangers.front().map(|stranger| stranger.since);
         let timeout = oldest.map_or(Duration::from_secs(3600), |since| {

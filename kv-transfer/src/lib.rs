@@ -28,9 +28,12 @@
 
 pub mod codec;
 pub mod data_port;
+pub mod environment;
 pub mod error;
 #[cfg(feature = "test-support")]
 pub mod fault_proxy;
+#[cfg(feature = "test-support")]
+pub mod mem;
 pub mod part;
 pub mod pool;
 pub mod receiver;
@@ -41,6 +44,9 @@ mod transport;
 mod wake;
 
 pub use data_port::{DataPort, DataPortConfig};
+pub use environment::Environment;
 pub use error::{Error, Refusal};
+#[cfg(feature = "test-support")]
+pub use region::Access;
 pub use region::{MemoryRegion, RegionTable};
 pub use ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};

@@ -19,6 +19,7 @@ pub(crate) mod incoming;
 pub(crate) mod lane;
 pub(crate) mod outbox;
 pub mod parts;
+pub mod protections;
 pub mod state;
 mod table;
 
@@ -35,9 +36,11 @@ pub use grant::{
     AbortReason, BlockGrant, ExpiryReason, Grant, GrantRequest, GroupGrant, Progress, Regrant,
     RegrantRequest, Terminal,
 };
+pub use protections::Protections;
 pub use state::ReceiverState;
 
 use crate::codec::{Control, Scope};
+use crate::environment::Environment;
 use crate::error::{Error, Refusal};
 use crate::region::{self, RegionTable};
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, Ticket};
@@ -57,7 +60,8 @@ pub struct ReceiverConfig {
     pub regions: RegionTable,
     /// What lanes authenticate with.
     pub lane_key: LaneKey,
-    /// How long a grant outlives its lane (default 1.5 s, the lease of the design).
+    /// The lease: how long a grant whose lane is lost outlives the last word over that
+    /// lane. Default 1.5 s.
     pub resume_grace: Duration,
     /// Live grants at once; more are refused with [`Error::Full`]. Default 4096.
     pub grants_max: usize,
@@ -66,6 +70,10 @@ pub struct ReceiverConfig {
     pub corrupt_frames_max: u32,
     /// Whether senders of this process may copy directly. Default true.
     pub loopback: bool,
+    /// Time and chance. Default: the system's.
+    pub environment: Environment,
+    /// Default: all. Only tests can change that.
+    pub protections: Protections,
 }
 
 impl ReceiverConfig {
@@ -80,6 +88,8 @@ impl ReceiverConfig {
             grants_max: 4096,
             corrupt_frames_max: 3,
             loopback: true,
+            environment: Environment::default(),
+            protections: Protections::ALL,
         }
     }
 }
@@ -132,6 +142,24 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
+    fn new(config: ReceiverConfig, events: Box<dyn EventSink>) -> Result<Arc<Self>, Error> {
+        Ok(Arc::new(Self {
+            regions: Arc::new(config.regions.clone()),
+            process_token: ProcessToken::random(),
+            events,
+            table: Mutex::default(),
+            lane_serials: AtomicU64::new(1),
+            counters: Counters::default(),
+            reaper_bell: Bell::new().map_err(|error| Error::io("create an eventfd", error))?,
+            stopping: AtomicBool::new(false),
+            config,
+        }))
+    }
+
+    pub(crate) fn now(&self) -> Instant {
+        self.config.environment.now()
+    }
+
     fn entry(&self, ticket: Ticket) -> Option<Arc<Entry>> {
         lock(&self.table).get(ticket)
     }
@@ -144,7 +172,7 @@ impl Shared {
         let (duration, receiving) = lane::durations(
             inner.state.granted_at(),
             inner.state.first_part_at(),
-            Instant::now(),
+            self.now(),
         );
         inner.state.take_parts();
         let what = EventKind::Completed {
@@ -169,7 +197,7 @@ impl Shared {
     fn retire(&self, entry: &Entry, counter: &AtomicU64) {
         counter.fetch_add(1, Ordering::Relaxed);
         let ended_max = self.config.grants_max.saturating_mul(4);
-        lock(&self.table).retire(entry.scope.ticket, ended_max, Instant::now());
+        lock(&self.table).retire(entry.scope.ticket, ended_max, self.now());
     }
 
     /// Takes the right to write away and tells the sender.
@@ -189,7 +217,7 @@ impl Shared {
     }
 
     /// Expires what is due; returns when to look again.
-    fn reap(&self, now: Instant) -> Duration {
+    pub(crate) fn reap(&self, now: Instant) -> Duration {
         let mut entries = Vec::new();
         {
             let mut table = lock(&self.table);
@@ -256,23 +284,13 @@ impl Receiver {
     /// # Errors
     /// [`Error::Io`] if no thread can be started.
     pub fn start(config: ReceiverConfig, events: Box<dyn EventSink>) -> Result<Self, Error> {
-        let shared = Arc::new(Shared {
-            regions: Arc::new(config.regions.clone()),
-            process_token: ProcessToken::random(),
-            events,
-            table: Mutex::default(),
-            lane_serials: AtomicU64::new(1),
-            counters: Counters::default(),
-            reaper_bell: Bell::new().map_err(|error| Error::io("create an eventfd", error))?,
-            stopping: AtomicBool::new(false),
-            config,
-        });
+        let shared = Shared::new(config, events)?;
         let reaped = Arc::clone(&shared);
         let thread = std::thread::Builder::new()
             .name("kv-expire".to_owned())
             .spawn(move || {
                 while !reaped.stopping.load(Ordering::Relaxed) {
-                    let pause = reaped.reap(Instant::now());
+                    let pause = reaped.reap(reaped.now());
                     // Ends early on a bell; a failing poll only makes the thread look sooner.
                     if reaped.reaper_bell.park(&[], pause).is_err() {
                         std::thread::sleep(pause.min(Duration::from_millis(10)));
@@ -283,14 +301,27 @@ impl Receiver {
         if shared.config.loopback {
             loopback::list(shared.process_token, &shared);
         }
+        Ok(Self::of(shared, Some(thread)))
+    }
+
+    /// A receiver without a thread: whoever starts it calls [`Shared::reap`].
+    #[cfg(feature = "test-support")]
+    pub(crate) fn driven(
+        config: ReceiverConfig,
+        events: Box<dyn EventSink>,
+    ) -> Result<Self, Error> {
+        Ok(Self::of(Shared::new(config, events)?, None))
+    }
+
+    fn of(shared: Arc<Shared>, thread: Option<JoinHandle<()>>) -> Self {
         let reaper = Reaper {
             shared: Arc::clone(&shared),
-            thread: Some(thread),
+            thread,
         };
-        Ok(Self {
+        Self {
             shared,
             _reaper: Arc::new(reaper),
-        })
+        }
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
@@ -336,13 +367,14 @@ impl Receiver {
         let limits = Limits {
             resume_grace: config.resume_grace,
             corrupt_frames_max: config.corrupt_frames_max,
+            protections: config.protections,
         };
         let state = ReceiverState::new(
             request.epoch,
             request.attempt,
             parts::PartTable::new(&request.groups)?,
             limits,
-            Instant::now(),
+            config.environment.now(),
             request.deadline,
         );
         self.insert(request.attempt, request.request_id, state)
@@ -354,7 +386,7 @@ impl Receiver {
         request_id: baton_proto::RequestId,
         state: ReceiverState,
     ) -> Result<Grant, Error> {
-        let ticket = Ticket::random();
+        let ticket = Ticket(self.shared.config.environment.id());
         let scope = Scope {
             ticket,
             epoch: self.shared.config.epoch,
@@ -401,7 +433,7 @@ impl Receiver {
         let next = entry.lock().state.regrant(
             request.attempt,
             request.keep_received,
-            Instant::now(),
+            self.shared.now(),
             request.deadline,
         );
         match next {
@@ -443,6 +475,19 @@ impl Receiver {
     /// How far a live grant has come; `None` for a ticket the table does not know.
     pub fn progress(&self, ticket: Ticket) -> Option<Progress> {
         Some(self.shared.entry(ticket)?.lock().state.progress())
+    }
+
+    /// Whether a lane may write, or is writing, the blocks of `ticket`.
+    #[cfg(feature = "test-support")]
+    pub fn may_be_written(&self, ticket: Ticket) -> bool {
+        let entry = self.shared.entry(ticket);
+        entry.is_some_and(|entry| entry.lock().may_be_written())
+    }
+
+    /// Grants in the table, those remembered for late frames included.
+    #[cfg(feature = "test-support")]
+    pub fn grants_remembered(&self) -> usize {
+        lock(&self.shared.table).entries().count()
     }
 
     /// Grants that are neither committed nor otherwise ended.

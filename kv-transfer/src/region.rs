@@ -22,6 +22,21 @@ pub struct MemoryRegion {
     len: usize,
     /// Keeps the allocation alive for as long as any lane may touch it.
     _keep: Arc<dyn Any + Send + Sync>,
+    #[cfg(feature = "test-support")]
+    watch: Option<Watch>,
+}
+
+/// Told of every access to a region, before it happens.
+#[cfg(feature = "test-support")]
+type Watch = Arc<dyn Fn(Access) + Send + Sync>;
+
+/// Bytes of a region that a lane is about to read or write.
+#[cfg(feature = "test-support")]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Access {
+    pub offset: u64,
+    pub len: u32,
+    pub write: bool,
 }
 
 // SAFETY: the region is an address and a length; the bytes are only touched through
@@ -47,8 +62,33 @@ impl MemoryRegion {
             base,
             len,
             _keep: keep,
+            #[cfg(feature = "test-support")]
+            watch: None,
         }
     }
+
+    /// The same region, with a word to `watch` before each access of a lane.
+    #[cfg(feature = "test-support")]
+    pub fn watched(self, watch: impl Fn(Access) + Send + Sync + 'static) -> Self {
+        Self {
+            watch: Some(Arc::new(watch)),
+            ..self
+        }
+    }
+
+    #[cfg(feature = "test-support")]
+    fn tell(&self, extent: ByteExtent, from: usize, write: bool) {
+        if let Some(watch) = &self.watch {
+            watch(Access {
+                offset: extent.offset + from as u64,
+                len: extent.len - from as u32,
+                write,
+            });
+        }
+    }
+
+    #[cfg(not(feature = "test-support"))]
+    fn tell(&self, _extent: ByteExtent, _from: usize, _write: bool) {}
 
     /// Bytes of the region.
     pub fn len(&self) -> usize {
@@ -99,6 +139,7 @@ pub(crate) fn check(regions: &[MemoryRegion], extent: ByteExtent) -> Result<(), 
 pub(crate) unsafe fn read(regions: &[MemoryRegion], extent: ByteExtent, from: usize) -> &[u8] {
     debug_assert!(check(regions, extent).is_ok() && from <= extent.len as usize);
     let region = &regions[usize::from(extent.region)];
+    region.tell(extent, from, false);
     // SAFETY: `check` bounded offset + len by the region, `from` by the extent; the
     // guard excludes writers (promise of `MemoryRegion::new`).
     unsafe {
@@ -119,6 +160,7 @@ pub(crate) unsafe fn read(regions: &[MemoryRegion], extent: ByteExtent, from: us
 pub(crate) unsafe fn write(regions: &[MemoryRegion], extent: ByteExtent, from: usize) -> &mut [u8] {
     debug_assert!(check(regions, extent).is_ok() && from <= extent.len as usize);
     let region = &regions[usize::from(extent.region)];
+    region.tell(extent, from, true);
     // SAFETY: `check` bounded offset + len by the region, `from` by the extent; the
     // write guard is exclusive per ticket and no two grants share bytes.
     unsafe {

@@ -7,6 +7,7 @@
 //! [`state`]. On a lost lane this side reconnects inside the transfer's deadline
 //! and sends again what the receiver says is missing; transports hold no policy.
 
+pub(crate) mod driver;
 mod lane;
 pub(crate) mod source;
 pub mod state;
@@ -16,7 +17,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch, RequestId};
@@ -27,13 +28,17 @@ pub use state::SenderState;
 pub use transfer::Transfer;
 
 use crate::codec::PAYLOAD_BYTES_MAX;
+use crate::environment::Environment;
 use crate::error::{Error, Refusal};
+#[cfg(feature = "test-support")]
+use crate::mem;
 use crate::region::RegionTable;
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
 use crate::transport::loopback;
 use crate::transport::stream::lane_client;
 use crate::wake::lock;
-use lane::{LaneHandle, Peer};
+use driver::Peer;
+use lane::LaneHandle;
 use transfer::TransferShared;
 
 /// Where a transfer goes and by what right. Everything but the deadline was given
@@ -86,8 +91,11 @@ pub struct SenderConfig {
     /// Bytes of one transfer sent and not yet acknowledged. Default 32 MiB; at least
     /// two of the largest frames.
     pub in_flight_bytes_max: u64,
-    /// A transfer whose lane stays away for this long has lost its peer, also when it
-    /// is the first lane. Default 2 s: the receiver's grace time is over by then.
+    /// Parts of one transfer sent and not yet acknowledged. Default 16 384; at least 1.
+    pub in_flight_parts_max: usize,
+    /// A transfer without a lane whose receiver was not heard of for this long has lost
+    /// its peer, also when it never had a lane. Default 1.75 s: the receiver's lease is
+    /// over by then.
     pub reconnect_max: Duration,
     /// Default 250 ms.
     pub ping_interval: Duration,
@@ -100,6 +108,11 @@ pub struct SenderConfig {
     /// Every lane to another process inside TLS; ports without it are refused. Default
     /// `None`: plain TCP, ports with TLS are refused.
     pub tls: Option<Arc<ClientConfig>>,
+    /// Time and chance. Default: the system's.
+    pub environment: Environment,
+    /// Where lanes lead to instead of the transports. Default `None`.
+    #[cfg(feature = "test-support")]
+    pub network: Option<mem::Network>,
 }
 
 impl SenderConfig {
@@ -113,12 +126,16 @@ impl SenderConfig {
             queue_parts_max: 262_144,
             queue_bytes_max: 1 << 30,
             in_flight_bytes_max: 32 << 20,
-            reconnect_max: Duration::from_secs(2),
+            in_flight_parts_max: 16_384,
+            reconnect_max: Duration::from_millis(1750),
             ping_interval: Duration::from_millis(250),
             silence_max: Duration::from_secs(1),
             connect_timeout: Duration::from_secs(1),
             lane_idle_max: Duration::from_secs(10),
             tls: None,
+            environment: Environment::default(),
+            #[cfg(feature = "test-support")]
+            network: None,
         }
     }
 }
@@ -186,11 +203,12 @@ impl Sender {
     pub fn start(mut config: SenderConfig) -> Self {
         let floor = 2 * PAYLOAD_BYTES_MAX as u64;
         config.in_flight_bytes_max = config.in_flight_bytes_max.max(floor);
+        config.in_flight_parts_max = config.in_flight_parts_max.max(1);
         config.lanes_per_peer = config.lanes_per_peer.max(1);
         config.tls = config.tls.as_deref().map(lane_client);
         let lanes = Lanes {
+            session: SessionId(config.environment.id()),
             config: Arc::new(config),
-            session: SessionId::random(),
             lanes: Mutex::default(),
             turn: AtomicUsize::new(0),
             transfers_open: Arc::default(),
@@ -225,7 +243,7 @@ impl Sender {
         let key = (peer, index);
         let transfer = |bell| {
             let open = Arc::clone(transfers_open);
-            let (target, now) = (target.clone(), Instant::now());
+            let (target, now) = (target.clone(), config.environment.now());
             Arc::new(TransferShared::new(config, target, layout, bell, open, now))
         };
         if let Some(lane) = lanes.get(&key) {
@@ -251,7 +269,18 @@ impl Sender {
         transports.contains(&TransportKind::Loopback) && loopback::is_listed(token)
     }
 
+    /// Which lives of this sender's lanes are told apart by.
+    #[cfg(feature = "test-support")]
+    pub fn session(&self) -> SessionId {
+        self.lanes.session
+    }
+
     fn peer(&self, target: &LaneTarget) -> Result<Peer, Error> {
+        #[cfg(feature = "test-support")]
+        if let Some((network, address)) = self.lanes.config.network.clone().zip(target.data_address)
+        {
+            return Ok(Peer::Mem(network, address));
+        }
         for kind in &self.lanes.config.transports {
             match (kind, target.data_address) {
                 (TransportKind::Loopback, _) if loopback::is_listed(target.process_token) => {

@@ -10,7 +10,7 @@ use std::fmt;
 use baton_proto::kv_layout::{KvGroupKind, KvLayout};
 
 /// The right of one attempt to write into one reservation. Random per grant.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Ticket(pub u128);
 
 impl Ticket {

@@ -8,9 +8,9 @@ use baton_kv_transfer::codec::Scope;
 use baton_kv_transfer::part::PartRange;
 use baton_kv_transfer::receiver::parts::PartTable;
 use baton_kv_transfer::receiver::state::{LaneSerial, Limits, Placement, ReceiverState};
-use baton_kv_transfer::receiver::{BlockGrant, GroupGrant};
+use baton_kv_transfer::receiver::{BlockGrant, GroupGrant, Protections};
 use baton_kv_transfer::sender::SourceBlock;
-use baton_kv_transfer::sender::state::{Limits as SendLimits, SenderState};
+use baton_kv_transfer::sender::state::{Limits as SendLimits, NextFrame, SenderState};
 use baton_kv_transfer::{SessionId, Ticket};
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch};
@@ -53,11 +53,13 @@ impl World {
         let limits = Limits {
             resume_grace: Duration::from_millis(1500),
             corrupt_frames_max: 1,
+            protections: Protections::ALL,
         };
         let sending = SendLimits {
             queue_parts_max: 100,
             queue_bytes_max: 1 << 30,
             in_flight_bytes_max: 1 << 30,
+            in_flight_parts_max: 100,
             reconnect_max: Duration::from_secs(2),
         };
         let (epoch, attempt) = (Epoch(1), Attempt(1));
@@ -111,7 +113,7 @@ impl World {
         {
             Ok(attached) => {
                 let missing = ranges(&attached.missing.ranges);
-                self.sender.opened(attached.missing);
+                self.sender.opened(attached.missing, self.now);
                 self.line(format!(
                     "P opens on lane {}; D lacks {missing}",
                     self.lane.0
@@ -129,7 +131,7 @@ impl World {
 
     /// One data frame; `arrives` as `intact`, or not at all.
     fn frame(&mut self, arrives: Option<bool>) {
-        let Some(plan) = self.sender.next_frame() else {
+        let NextFrame::Frame(plan) = self.sender.next_frame(u64::MAX, self.now) else {
             return self.line("P has nothing to send".to_owned());
         };
         let crcs: Vec<u32> = plan
@@ -180,7 +182,7 @@ impl World {
         }
         match answer {
             CommitAnswer::Committed | CommitAnswer::Again => drop(self.sender.committed()),
-            CommitAnswer::Missing(missing) => self.sender.missing(&missing, self.now),
+            CommitAnswer::Missing(missing) => self.sender.missing(&missing),
             CommitAnswer::Refused { refusal, .. } => drop(self.sender.refused(refusal)),
         }
         self.line(format!("P sends the commit; D: {text}"));

@@ -31,11 +31,21 @@ enum Reading {
     Data(Box<Incoming>),
 }
 
-pub(super) struct PortLane {
+/// What is to be done after [`PortLane::turn`].
+pub(crate) enum Turn {
+    /// Another turn: there may be more to read or to say.
+    Again,
+    /// Nothing until bytes come, something is to be said, or the time is there.
+    Wait { until: Instant },
+}
+
+pub(crate) struct PortLane {
     stream: LaneStream,
     receiver: ReceiverLane,
     ping_interval: Duration,
     silence_max: Duration,
+    heard_at: Instant,
+    pinged_at: Instant,
     reading: Reading,
     header: [u8; HEADER_BYTES],
     header_got: usize,
@@ -45,8 +55,11 @@ pub(super) struct PortLane {
 }
 
 impl PortLane {
-    pub(super) fn new(stream: LaneStream, receiver: ReceiverLane, config: &DataPortConfig) -> Self {
+    pub(crate) fn new(stream: LaneStream, receiver: ReceiverLane, config: &DataPortConfig) -> Self {
+        let now = receiver.now();
         Self {
+            heard_at: now,
+            pinged_at: now,
             stream,
             receiver,
             ping_interval: config.ping_interval,
@@ -62,37 +75,55 @@ impl PortLane {
 
     /// Serves the lane until it breaks, goes silent or `stopping` is set.
     pub(super) fn serve(&mut self, stopping: &AtomicBool) -> Result<(), Error> {
-        let mut heard_at = Instant::now();
-        let mut pinged_at = heard_at;
         while !stopping.load(Ordering::Relaxed) {
-            let mut reads = 0;
-            while reads < READS_MAX && self.read()? {
-                reads += 1;
-            }
-            if reads < READS_MAX {
-                self.receiver.idle();
-            }
-            let blocked = self.reply()?;
-            let now = Instant::now();
-            if reads > 0 {
-                heard_at = now;
-            } else if now.duration_since(heard_at) >= self.silence_max {
-                return Err(Error::PeerLost("the sender has gone silent".to_owned()));
-            }
-            if now.duration_since(pinged_at) >= self.ping_interval {
-                pinged_at = now;
-                self.receiver.outbox().push(Scope::LANE, Control::Ping);
+            let Turn::Wait { until } = self.turn(READS_MAX)? else {
                 continue;
-            }
-            if reads < READS_MAX {
-                let flags = self.stream.interest(blocked);
-                let timeout = (pinged_at + self.ping_interval).saturating_duration_since(now);
-                let bell = self.receiver.outbox().bell();
-                bell.park(&[(self.stream.socket().as_fd(), flags)], timeout)
-                    .map_err(|error| Error::io("wait for the lane", error))?;
-            }
+            };
+            let flags = self.stream.interest(self.replies_sent < self.replies.len());
+            let socket = self.stream.socket().map(|s| (s.as_fd(), flags));
+            let timeout = until.saturating_duration_since(self.receiver.now());
+            let bell = self.receiver.outbox().bell();
+            bell.park(socket.as_slice(), timeout)
+                .map_err(|error| Error::io("wait for the lane", error))?;
         }
         Ok(())
+    }
+
+    /// Reads up to `reads_max` times, says what there is to say, and looks at the time.
+    /// Never blocks.
+    ///
+    /// # Errors
+    /// Any: the lane is gone.
+    pub(crate) fn turn(&mut self, reads_max: usize) -> Result<Turn, Error> {
+        // Before the reads: a thread that slept since then has not heard what came
+        // meanwhile, and must not take that for silence.
+        let now = self.receiver.now();
+        let mut reads = 0;
+        while reads < reads_max && self.read()? {
+            reads += 1;
+        }
+        if reads > 0 {
+            self.heard_at = now;
+            self.receiver.heard(now);
+        }
+        if reads < reads_max {
+            self.receiver.idle();
+        }
+        self.reply()?;
+        if reads == 0 && now.duration_since(self.heard_at) >= self.silence_max {
+            return Err(Error::PeerLost("the sender has gone silent".to_owned()));
+        }
+        let ping_at = self.pinged_at + self.ping_interval;
+        if ping_at <= now {
+            self.pinged_at = now;
+            self.receiver.outbox().push(Scope::LANE, Control::Ping);
+            return Ok(Turn::Again);
+        }
+        if reads == reads_max {
+            return Ok(Turn::Again);
+        }
+        let until = ping_at.min(self.heard_at + self.silence_max);
+        Ok(Turn::Wait { until })
     }
 
     /// One non-blocking read; false if nothing is there.
@@ -188,14 +219,14 @@ impl PortLane {
                         self.reading = Reading::Data(incoming);
                         return Ok(());
                     }
-                    self.receiver.finish(*incoming, Instant::now());
+                    self.receiver.finish(*incoming);
                 }
             }
         }
     }
 
-    /// Sends replies as far as the socket takes them; whether some are left.
-    fn reply(&mut self) -> Result<bool, Error> {
+    /// Sends replies as far as the socket takes them.
+    fn reply(&mut self) -> Result<(), Error> {
         loop {
             while self.replies.len() < REPLY_BYTES
                 && let Some((scope, control)) = self.receiver.outbox().pop()
@@ -209,12 +240,12 @@ impl PortLane {
             }
             let broken = |error| Error::io("write to the lane", error);
             if self.replies_sent == self.replies.len() {
-                return self.stream.push().map_err(broken);
+                return self.stream.push().map(drop).map_err(broken);
             }
             let rest = IoSlice::new(&self.replies[self.replies_sent..]);
             match self.stream.send(&[rest], false) {
                 Ok(sent) => self.replies_sent += sent,
-                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(true),
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Ok(()),
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) => return Err(broken(error)),
             }

@@ -5,7 +5,7 @@
 //! except what TLS itself answers and the fixed alert that tells a TLS client that this
 //! port has none; no length is ever read from it.
 
-use std::io::{self, IoSlice, Read, Write};
+use std::io::{self, IoSlice, Read};
 use std::net::Shutdown;
 use std::time::Instant;
 
@@ -91,7 +91,7 @@ impl Stranger {
             ) && is_tls_handshake(&self.hello[..self.got])
             {
                 // A fresh socket has room for seven bytes.
-                let _ = self.stream.socket().write(&NO_TLS_HERE);
+                let _ = self.stream.send(&[IoSlice::new(&NO_TLS_HERE)], false);
                 self.leave(&"the peer speaks TLS, and this port has no TLS settings");
                 continue;
             }
@@ -139,9 +139,11 @@ impl Stranger {
 
     /// Ends our side; the peer has what is left of the hello's time to read why.
     fn leave(&mut self, why: &dyn std::fmt::Display) {
-        let peer = self.stream.socket().peer_addr().ok();
-        tracing::info!(?peer, "a data lane was refused: {why}");
-        let _ = self.stream.socket().shutdown(Shutdown::Write);
+        if let Some(socket) = self.stream.socket() {
+            let peer = socket.peer_addr().ok();
+            tracing::info!(?peer, "a data lane was refused: {why}");
+            let _ = socket.shutdown(Shutdown::Write);
+        }
         self.stage = Stage::Leaving;
         self.got = 0;
     }
@@ -149,7 +151,7 @@ impl Stranger {
     fn forget(&mut self) -> Step {
         let mut forgotten = [0; 1024];
         while self.got < FORGOTTEN_BYTES_MAX {
-            match self.stream.socket().read(&mut forgotten) {
+            match self.stream.read(&mut forgotten) {
                 Ok(0) => return Step::Close,
                 Ok(more) => self.got += more,
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Step::Wait,

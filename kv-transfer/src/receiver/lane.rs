@@ -4,7 +4,7 @@
 //! frame means is decided here and in the pure state. Dropping it is the loss of
 //! the lane.
 
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -16,7 +16,7 @@ use super::event::{EventKind, LANE_LOST_EVENTS_MAX};
 use super::grant::{AbortReason, Terminal};
 use super::incoming::{Arrived, Destination, Incoming};
 use super::outbox::Outbox;
-use super::state::{Arrival, CommitAnswer, LaneSerial, Placement};
+use super::state::{Arrival, CommitAnswer, LaneSerial, Placement, Stray};
 use super::table::Entry;
 use crate::codec::{Control, Header, Scope};
 use crate::error::{Error, Refusal};
@@ -40,23 +40,36 @@ pub(crate) struct ReceiverLane {
     session: SessionId,
     outbox: Arc<Outbox>,
     /// Tickets this lane opened and may write, bounded by the grant table.
-    opened: HashMap<Ticket, Opened>,
+    opened: BTreeMap<Ticket, Opened>,
+    /// When the last bytes came over this lane.
+    heard_at: Instant,
 }
 
 impl ReceiverLane {
     pub(crate) fn new(shared: Arc<Shared>, session: SessionId, outbox: Arc<Outbox>) -> Self {
+        let heard_at = shared.now();
         let serial = LaneSerial(shared.lane_serials.fetch_add(1, Ordering::Relaxed));
         Self {
             shared,
             serial,
             session,
             outbox,
-            opened: HashMap::new(),
+            opened: BTreeMap::new(),
+            heard_at,
         }
     }
 
     pub(crate) fn outbox(&self) -> &Arc<Outbox> {
         &self.outbox
+    }
+
+    pub(crate) fn now(&self) -> Instant {
+        self.shared.now()
+    }
+
+    /// Bytes came at `now`.
+    pub(crate) fn heard(&mut self, now: Instant) {
+        self.heard_at = now;
     }
 
     /// Handles a frame without block bytes.
@@ -104,12 +117,14 @@ impl ReceiverLane {
                     entry.emit(&inner, &*self.shared.events, EventKind::Started);
                 }
                 drop(inner);
-                // An `Open` that is repeated on the same lane keeps its counts.
-                self.opened.entry(scope.ticket).or_insert(Opened {
+                // What is consumed counts from the answer on, at both ends: a sender that
+                // asks again on the same lane sends nothing until it is answered.
+                let opened = Opened {
                     entry,
                     consumed: 0,
                     acknowledged: 0,
-                });
+                };
+                self.opened.insert(scope.ticket, opened);
                 self.outbox.push(scope, Control::Opened(attached.missing));
             }
             Err(refusal) => {
@@ -177,8 +192,7 @@ impl ReceiverLane {
     pub(crate) fn data(&mut self, header: Header) -> Result<Incoming, Error> {
         let regions = Arc::clone(&self.shared.regions);
         let Some(opened) = self.opened.get(&header.scope.ticket) else {
-            self.outbox
-                .push(header.scope, Control::Refused(Refusal::UnknownTicket));
+            self.outbox.push(header.scope, self.answer(header.scope));
             return Ok(Incoming::unwanted(regions, header));
         };
         let inner = opened.entry.lock();
@@ -206,8 +220,20 @@ impl ReceiverLane {
         }
     }
 
+    /// The answer to a data frame of a ticket that this lane has not open (any more).
+    fn answer(&self, scope: Scope) -> Control {
+        let Some(entry) = self.shared.entry(scope.ticket) else {
+            return Control::Refused(Refusal::UnknownTicket);
+        };
+        match entry.lock().state.answer_to_stray(self.session, scope) {
+            Stray::Committed => Control::Committed,
+            Stray::Refused(refusal) => Control::Refused(refusal),
+        }
+    }
+
     /// Takes note of a whole data frame.
-    pub(crate) fn finish(&mut self, incoming: Incoming, now: Instant) {
+    pub(crate) fn finish(&mut self, incoming: Incoming) {
+        let now = self.shared.now();
         let Header {
             scope,
             range,
@@ -290,10 +316,9 @@ impl ReceiverLane {
 
 impl Drop for ReceiverLane {
     fn drop(&mut self) {
-        let now = Instant::now();
         for opened in self.opened.values() {
             let mut inner = opened.entry.lock();
-            if !inner.state.lane_lost(self.serial, now) {
+            if !inner.state.lane_lost(self.serial, self.heard_at) {
                 continue;
             }
             inner.outbox = None;

@@ -10,10 +10,10 @@
 //!  Granted ----------> Receiving -------------------------> Committed
 //!     |                 |   ^ |
 //!     |        lane lost|   | | abort by the sender, damaged too often,
-//!     |                 +---+ | or another layout                        
+//!     |                 +---+ | or another layout
 //!     |            attach     +---------------------------> Aborted
 //!     |                       |
-//!     +-----------------------+-- deadline, or grace after a lost lane --> Expired
+//!     +-----------------------+-- deadline, or lease over on a lost lane -> Expired
 //!     |                       |
 //!     +-----------------------+-- revoke, or a newer attempt -----------> Fenced
 //! ```
@@ -28,6 +28,7 @@ use baton_proto::{Attempt, Epoch};
 
 use super::grant::{AbortReason, ExpiryReason, Progress, Terminal};
 use super::parts::PartTable;
+use super::protections::Protections;
 use crate::codec::Scope;
 use crate::error::Refusal;
 use crate::part::{Missing, PartRange};
@@ -54,6 +55,7 @@ pub struct Limits {
     pub resume_grace: Duration,
     /// See [`super::ReceiverConfig::corrupt_frames_max`].
     pub corrupt_frames_max: u32,
+    pub protections: Protections,
 }
 
 /// The answer to an opened ticket.
@@ -103,6 +105,14 @@ pub enum CommitAnswer {
     Refused { refusal: Refusal, ended: bool },
 }
 
+/// The answer to a data frame of a grant that its lane has not opened, or that ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Stray {
+    Refused(Refusal),
+    /// The sender missed the acceptance.
+    Committed,
+}
+
 /// The receiving side of one attempt.
 pub struct ReceiverState {
     epoch: Epoch,
@@ -116,7 +126,8 @@ pub struct ReceiverState {
     /// The session that opened the ticket first; no other may use it.
     session: Option<SessionId>,
     lane: Option<LaneSerial>,
-    lane_lost_at: Option<Instant>,
+    /// When the last word came over a lane that was lost: the lease runs from then.
+    heard_at: Option<Instant>,
     lanes_lost: u32,
     corrupt_frames: u32,
     /// Whether the blocks went on to a newer attempt or back to the worker.
@@ -144,7 +155,7 @@ impl ReceiverState {
             deadline: now + deadline,
             session: None,
             lane: None,
-            lane_lost_at: None,
+            heard_at: None,
             lanes_lost: 0,
             corrupt_frames: 0,
             parts_taken: false,
@@ -213,7 +224,7 @@ impl ReceiverState {
         let first = self.session.replace(session).is_none();
         self.phase = Phase::Receiving;
         self.lane = Some(lane);
-        self.lane_lost_at = None;
+        self.heard_at = None;
         Ok(Attached {
             missing: self.parts.missing(),
             first,
@@ -223,7 +234,8 @@ impl ReceiverState {
     /// Where a data frame of `lane` goes. Asked again before each read, so that a
     /// frame that was fenced half way ends in scratch.
     pub fn place(&self, lane: LaneSerial, scope: Scope, range: PartRange, len: u32) -> Placement {
-        if !self.may_write(lane) || scope.epoch != self.epoch || scope.attempt != self.attempt {
+        let named = scope.epoch == self.epoch && scope.attempt == self.attempt;
+        if !self.may_touch(lane) || (!named && self.limits.protections.fence()) {
             return Placement::Scratch;
         }
         let Some(numbers) = self.parts.numbers(range) else {
@@ -245,6 +257,11 @@ impl ReceiverState {
         self.phase == Phase::Receiving && self.lane == Some(lane)
     }
 
+    /// Whether bytes of `lane` may go into blocks now.
+    pub fn may_touch(&self, lane: LaneSerial) -> bool {
+        self.may_write(lane) || !self.limits.protections.fence()
+    }
+
     /// A data frame is whole. `crcs` are those of its parts, `intact` whether they
     /// agree with the frame's checksum.
     pub fn arrived(
@@ -258,7 +275,7 @@ impl ReceiverState {
         if !self.may_write(lane) {
             return Arrival::Dropped;
         }
-        if !intact {
+        if !intact && self.limits.protections.digest() {
             self.corrupt_frames += 1;
             if self.corrupt_frames > self.limits.corrupt_frames_max {
                 self.end(Terminal::Aborted(AbortReason::Corrupt));
@@ -306,7 +323,8 @@ impl ReceiverState {
         if !self.parts.is_complete() {
             return CommitAnswer::Missing(self.parts.missing());
         }
-        if parts != progress.parts_total || root != self.parts.root() {
+        let same = parts == progress.parts_total && root == self.parts.root();
+        if !same && self.limits.protections.digest() {
             self.end(Terminal::Aborted(AbortReason::Corrupt));
             return CommitAnswer::Refused {
                 refusal: Refusal::Corrupt,
@@ -328,13 +346,14 @@ impl ReceiverState {
         Ok(self.end(Terminal::Aborted(AbortReason::BySender(reason))))
     }
 
-    /// `lane` is gone. Whether this grant was its.
-    pub fn lane_lost(&mut self, lane: LaneSerial, now: Instant) -> bool {
+    /// `lane` is gone; the last word over it came at `heard_at`. Whether this grant was
+    /// its.
+    pub fn lane_lost(&mut self, lane: LaneSerial, heard_at: Instant) -> bool {
         if !self.may_write(lane) {
             return false;
         }
         self.lane = None;
-        self.lane_lost_at = Some(now);
+        self.heard_at = Some(heard_at);
         self.lanes_lost += 1;
         true
     }
@@ -357,10 +376,8 @@ impl ReceiverState {
         if self.terminal().is_some() {
             return None;
         }
-        let grace = self
-            .lane_lost_at
-            .map(|lost| lost + self.limits.resume_grace);
-        Some(grace.map_or(self.deadline, |grace| grace.min(self.deadline)))
+        let lease = self.heard_at.map(|heard| heard + self.limits.resume_grace);
+        Some(lease.map_or(self.deadline, |lease| lease.min(self.deadline)))
     }
 
     /// Takes the right to write away. Returns how the grant ended, now or before.
@@ -403,6 +420,16 @@ impl ReceiverState {
     pub fn take_parts(&mut self) -> PartTable {
         self.parts_taken = true;
         std::mem::replace(&mut self.parts, PartTable::empty())
+    }
+
+    /// What to answer a frame of `session` that comes to nothing here.
+    pub fn answer_to_stray(&self, session: SessionId, scope: Scope) -> Stray {
+        match (self.check(session, scope), &self.phase) {
+            (Err(refusal), _) => Stray::Refused(refusal),
+            (Ok(()), Phase::Ended(Terminal::Committed)) => Stray::Committed,
+            (Ok(()), Phase::Ended(ended)) => Stray::Refused(refusal_of(ended)),
+            (Ok(()), Phase::Granted | Phase::Receiving) => Stray::Refused(Refusal::UnknownTicket),
+        }
     }
 
     fn check(&self, session: SessionId, scope: Scope) -> Result<(), Refusal> {

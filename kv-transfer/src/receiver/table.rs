@@ -3,7 +3,7 @@
 //! No thread holds the table's lock and an entry's lock at once. The entry lock is never held across a read; the
 //! guard is, and it is taken for one non-blocking read at a time.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -37,6 +37,14 @@ pub(crate) struct EntryInner {
     guarded: bool,
     /// Where the attached lane listens.
     pub(crate) outbox: Option<Arc<Outbox>>,
+}
+
+#[cfg(feature = "test-support")]
+impl EntryInner {
+    /// Whether a lane may write, or is writing, the blocks.
+    pub(crate) fn may_be_written(&self) -> bool {
+        self.state.terminal().is_none() || self.guarded
+    }
 }
 
 /// The right to write into a grant's blocks for one read. Exclusive per grant.
@@ -97,7 +105,7 @@ impl Entry {
     /// The write guard, unless `lane` must not write (any more).
     pub(crate) fn guard(entry: &Arc<Self>, lane: LaneSerial) -> Option<WriteGuard> {
         let mut inner = entry.lock();
-        if !inner.state.may_write(lane) || inner.guarded {
+        if !inner.state.may_touch(lane) || inner.guarded {
             return None;
         }
         inner.guarded = true;
@@ -120,7 +128,7 @@ impl Entry {
 /// Every grant, live or remembered.
 #[derive(Default)]
 pub(crate) struct Table {
-    entries: HashMap<Ticket, Arc<Entry>>,
+    entries: BTreeMap<Ticket, Arc<Entry>>,
     /// Ended grants, oldest first.
     ended: VecDeque<(Instant, Ticket)>,
 }

@@ -164,7 +164,7 @@ mod tests {
         let source = Source::new(Arc::clone(&shared), vec![extent(4, 4), extent(0, 2)]);
         assert_eq!(source.with_slices(2, |slices| slices.concat()), b"6701");
         assert_eq!(source.checksums().map(|crcs| crcs.len()), Some(2));
-        shared.update(|inner| inner.state.abort("enough", Instant::now()));
+        shared.update(|inner| inner.state.abort("enough"));
         assert_eq!(source.with_slices(2, |slices| slices.concat()), [0; 4]);
         assert_eq!(source.checksums(), None);
     }
@@ -174,7 +174,7 @@ mod tests {
         let shared = transfer(b"0123456789");
         let source = Source::new(Arc::clone(&shared), vec![extent(0, 10)]);
         let borrowed = source.borrow(0);
-        shared.update(|inner| inner.state.abort("enough", Instant::now()));
+        shared.update(|inner| inner.state.abort("enough"));
         assert!(!shared.is_quiet());
         drop(borrowed);
         assert!(shared.is_quiet());

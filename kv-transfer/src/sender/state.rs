@@ -29,13 +29,14 @@ use crate::codec::{COALESCE_BYTES, FRAME_PARTS_MAX};
 use crate::error::{Error, Refusal};
 use crate::part::{Missing, PartKey, PartRange, RootDigest};
 
-/// How long an abort is repeated on new lanes before the receiver is left to its own
-/// deadline.
-const ABORT_LINGER: Duration = Duration::from_secs(1);
-
 /// An `Open`, `Commit` or `Abort` that stays unanswered is said again after this.
 /// A lane loses nothing while it lives, so this is rare and need not be fast.
 const REPEAT_AFTER: Duration = Duration::from_millis(500);
+
+/// A full window that nothing was acknowledged of for this long makes the sender ask
+/// what is missing: bytes that were lost are never acknowledged. A lane keeps its order,
+/// so on a slow one the answer comes after everything that is still under way.
+const STALL_MAX: Duration = Duration::from_secs(1);
 
 /// Why a transfer ended without acceptance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -63,15 +64,14 @@ pub struct Limits {
     pub queue_parts_max: usize,
     pub queue_bytes_max: u64,
     pub in_flight_bytes_max: u64,
-    /// A lane that stays away for longer ends the transfer.
+    pub in_flight_parts_max: usize,
+    /// A receiver not heard of for longer, with no lane to it, is lost.
     pub reconnect_max: Duration,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Link {
-    Down {
-        since: Instant,
-    },
+    Down,
     /// `Open` was sent; the answer is awaited.
     Opening,
     Up,
@@ -101,6 +101,16 @@ pub struct FramePlan {
     pub bytes: u64,
 }
 
+/// What a transfer that asks for its turn on the lane gets to send.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NextFrame {
+    /// Nothing now.
+    Nothing,
+    /// A part larger than the bytes it may send this turn.
+    Later,
+    Frame(FramePlan),
+}
+
 /// The commit frame to send.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CommitPlan {
@@ -121,6 +131,8 @@ pub struct Totals {
 pub struct SenderState {
     phase: Phase,
     link: Link,
+    /// When the receiver was last known to live, on lanes that are gone.
+    heard_at: Instant,
     limits: Limits,
     deadline: Instant,
     parts: BTreeMap<PartKey, Part>,
@@ -135,10 +147,15 @@ pub struct SenderState {
     /// Payload bytes sent and consumed on this lane.
     sent: u64,
     consumed: u64,
+    /// Frames sent and not consumed: the value of `sent` at their ends, and their parts.
+    in_flight: VecDeque<(u64, usize)>,
+    in_flight_parts: usize,
+    /// When the window last moved.
+    moved_at: Instant,
     /// When an `Open`, `Commit` or `Abort` that awaits its answer went out on this lane.
     said_at: Option<Instant>,
+    /// An abort that the receiver has not heard.
     abort_reason: Option<String>,
-    abort_until: Option<Instant>,
     totals: Totals,
 }
 
@@ -147,7 +164,8 @@ impl SenderState {
     pub fn new(limits: Limits, now: Instant, deadline: Duration) -> Self {
         Self {
             phase: Phase::Open,
-            link: Link::Down { since: now },
+            link: Link::Down,
+            heard_at: now,
             limits,
             deadline: now + deadline,
             parts: BTreeMap::new(),
@@ -158,9 +176,11 @@ impl SenderState {
             commit: None,
             sent: 0,
             consumed: 0,
+            in_flight: VecDeque::new(),
+            in_flight_parts: 0,
+            moved_at: now,
             abort_reason: None,
             said_at: None,
-            abort_until: None,
             totals: Totals::default(),
         }
     }
@@ -269,7 +289,7 @@ impl SenderState {
     }
 
     /// The receiver said what it lacks.
-    pub fn opened(&mut self, missing: Missing) {
+    pub fn opened(&mut self, missing: Missing, now: Instant) {
         if self.is_ended() || self.link != Link::Opening {
             return;
         }
@@ -278,6 +298,9 @@ impl SenderState {
         self.said_at = None;
         self.sent = 0;
         self.consumed = 0;
+        self.in_flight.clear();
+        self.in_flight_parts = 0;
+        self.moved_at = now;
         self.queue.clear();
         self.queued_parts = 0;
         self.queued_bytes = 0;
@@ -296,10 +319,12 @@ impl SenderState {
         self.wanted = missing;
     }
 
-    /// The lane is gone. Unless ended, the transfer waits for another one.
-    pub fn lane_lost(&mut self, now: Instant) {
-        if !matches!(self.link, Link::Down { .. }) {
-            self.link = Link::Down { since: now };
+    /// The lane is gone; the last word over it came at `heard_at`. Unless ended, the
+    /// transfer waits for another one.
+    pub fn lane_lost(&mut self, heard_at: Instant) {
+        if self.link != Link::Down {
+            self.link = Link::Down;
+            self.heard_at = self.heard_at.max(heard_at);
             self.said_at = None;
             self.totals.lanes_lost += 1;
             if self.phase == Phase::CommitSent {
@@ -308,30 +333,37 @@ impl SenderState {
         }
     }
 
-    /// The next consecutive queued parts that the window has room for.
-    pub fn next_frame(&mut self) -> Option<FramePlan> {
-        if self.link != Link::Up || self.is_ended() {
-            return None;
+    /// The next consecutive queued parts that the window has room for, at most `budget`
+    /// bytes of them.
+    pub fn next_frame(&mut self, budget: u64, now: Instant) -> NextFrame {
+        if self.link != Link::Up || self.is_ended() || self.window_is_full() {
+            return NextFrame::Nothing;
         }
-        let head = *self.queue.front()?;
+        let Some(head) = self.queue.front().copied() else {
+            return NextFrame::Nothing;
+        };
+        let (bytes_room, parts_room) = self.room();
+        let bytes_max = bytes_room.min(COALESCE_BYTES as u64).min(budget);
+        let parts_max = parts_room.min(FRAME_PARTS_MAX as usize);
         let mut plan = FramePlan {
             range: PartRange { count: 0, ..head },
             extents: Vec::new(),
             bytes: 0,
         };
-        for key in head.keys().take(FRAME_PARTS_MAX as usize) {
-            let part = self.parts.get(&key)?;
-            let bytes = plan.bytes + u64::from(part.extent.len);
-            if plan.range.count > 0 && bytes > COALESCE_BYTES as u64 {
+        for key in head.keys().take(parts_max) {
+            let Some(part) = self.parts.get(&key) else {
                 break;
+            };
+            let bytes = plan.bytes + u64::from(part.extent.len);
+            if plan.range.count > 0 && bytes > bytes_max {
+                break;
+            }
+            if bytes > budget {
+                return NextFrame::Later;
             }
             plan.bytes = bytes;
             plan.range.count += 1;
             plan.extents.push(part.extent);
-        }
-        let in_flight = self.sent.saturating_sub(self.consumed);
-        if in_flight > 0 && in_flight + plan.bytes > self.limits.in_flight_bytes_max {
-            return None;
         }
         for key in plan.range.keys() {
             if let Some(part) = self.parts.get_mut(&key) {
@@ -343,7 +375,12 @@ impl SenderState {
         }
         self.queued_parts -= plan.range.count as usize;
         self.queued_bytes -= plan.bytes;
+        if self.in_flight.is_empty() {
+            self.moved_at = now;
+        }
         self.sent += plan.bytes;
+        self.in_flight_parts += plan.extents.len();
+        self.in_flight.push_back((self.sent, plan.extents.len()));
         self.totals.bytes_sent += plan.bytes;
         self.queue.pop_front();
         if plan.range.count < head.count {
@@ -353,7 +390,42 @@ impl SenderState {
                 ..head
             });
         }
-        Some(plan)
+        NextFrame::Frame(plan)
+    }
+
+    /// What the window has room for. With nothing in flight there is room for one part,
+    /// whatever its size.
+    fn room(&self) -> (u64, usize) {
+        let limits = &self.limits;
+        let in_flight = self.sent.saturating_sub(self.consumed);
+        let parts = limits
+            .in_flight_parts_max
+            .saturating_sub(self.in_flight_parts);
+        (
+            limits.in_flight_bytes_max.saturating_sub(in_flight),
+            parts.max(1),
+        )
+    }
+
+    /// Whether the window keeps the first queued part from leaving.
+    fn window_is_full(&self) -> bool {
+        let Some(part) = self.queue.front().and_then(|range| {
+            let first = range.keys().next()?;
+            self.parts.get(&first)
+        }) else {
+            return false;
+        };
+        let in_flight = self.sent.saturating_sub(self.consumed);
+        let bytes = in_flight + u64::from(part.extent.len);
+        let over = bytes > self.limits.in_flight_bytes_max
+            || self.in_flight_parts >= self.limits.in_flight_parts_max;
+        !self.in_flight.is_empty() && over
+    }
+
+    /// When a window that stays full is taken for one whose bytes were lost.
+    fn stalled_at(&self) -> Option<Instant> {
+        let sending = self.link == Link::Up && self.phase == Phase::Sending;
+        (sending && self.window_is_full()).then(|| self.moved_at + STALL_MAX)
     }
 
     /// The checksums of parts, computed from their bytes.
@@ -420,8 +492,16 @@ impl SenderState {
     }
 
     /// The receiver has read `consumed` payload bytes of this lane.
-    pub fn acknowledged(&mut self, consumed: u64) {
-        self.consumed = self.consumed.max(consumed.min(self.sent));
+    pub fn acknowledged(&mut self, consumed: u64, now: Instant) {
+        let consumed = consumed.min(self.sent);
+        if consumed <= self.consumed {
+            return;
+        }
+        self.consumed = consumed;
+        self.moved_at = now;
+        while let Some((_, parts)) = self.in_flight.pop_front_if(|(end, _)| *end <= consumed) {
+            self.in_flight_parts -= parts;
+        }
     }
 
     /// A frame arrived damaged.
@@ -435,7 +515,7 @@ impl SenderState {
     }
 
     /// The commit came before these parts.
-    pub fn missing(&mut self, missing: &Missing, now: Instant) {
+    pub fn missing(&mut self, missing: &Missing) {
         if self.phase != Phase::CommitSent {
             return;
         }
@@ -450,7 +530,7 @@ impl SenderState {
         keys.into_iter().for_each(|key| self.requeue(key));
         if self.queue.is_empty() {
             let cause = AbortCause::Refused(Refusal::Incomplete);
-            self.abort_with(cause, "blocks were never pushed", now);
+            self.abort_with(cause, "blocks were never pushed");
         }
     }
 
@@ -465,27 +545,26 @@ impl SenderState {
     }
 
     /// The worker gives up.
-    pub fn abort(&mut self, reason: &str, now: Instant) -> bool {
-        self.abort_with(AbortCause::Local(reason.to_owned()), reason, now)
+    pub fn abort(&mut self, reason: &str) -> bool {
+        self.abort_with(AbortCause::Local(reason.to_owned()), reason)
     }
 
     /// Nothing will be heard from the receiver any more.
-    pub fn peer_lost(&mut self, reason: &str, now: Instant) -> bool {
-        self.abort_with(AbortCause::PeerLost(reason.to_owned()), reason, now)
+    pub fn peer_lost(&mut self, reason: &str) -> bool {
+        self.abort_with(AbortCause::PeerLost(reason.to_owned()), reason)
     }
 
-    fn abort_with(&mut self, cause: AbortCause, reason: &str, now: Instant) -> bool {
+    fn abort_with(&mut self, cause: AbortCause, reason: &str) -> bool {
         let ended = self.end(Phase::Aborted(cause));
         if ended {
             self.abort_reason = Some(reason.to_owned());
-            self.abort_until = Some(now + ABORT_LINGER);
         }
         ended
     }
 
     /// The reason to put into an `Abort` frame now.
     pub fn abort_to_send(&mut self, now: Instant) -> Option<String> {
-        if matches!(self.link, Link::Down { .. }) || self.abort_until.is_none() {
+        if self.link == Link::Down {
             return None;
         }
         let reason = self.abort_reason.clone()?;
@@ -494,12 +573,17 @@ impl SenderState {
 
     /// The receiver heard the abort.
     pub fn abort_heard(&mut self) {
-        self.abort_until = None;
+        self.abort_reason = None;
     }
 
-    /// Whether the transfer still has something to say or to hear.
+    /// Whether the transfer still has something to say or to hear: an abort is repeated
+    /// until the receiver heard it or is lost.
     pub fn wants_lane(&self, now: Instant) -> bool {
-        !self.is_ended() || self.abort_until.is_some_and(|until| now < until)
+        !self.is_ended() || (self.abort_reason.is_some() && !self.is_out_of_reach(now))
+    }
+
+    fn is_out_of_reach(&self, now: Instant) -> bool {
+        self.link == Link::Down && now >= self.heard_at + self.limits.reconnect_max
     }
 
     /// Ends the transfer if its time is over; whether it did.
@@ -508,29 +592,29 @@ impl SenderState {
             return false;
         }
         if now >= self.deadline {
-            return self.peer_lost("the transfer's deadline passed", now);
+            return self.peer_lost("the transfer's deadline passed");
         }
-        match self.link {
-            Link::Down { since } if now >= since + self.limits.reconnect_max => {
-                self.peer_lost("no lane came up in time", now)
-            }
-            Link::Down { .. } | Link::Opening | Link::Up => false,
+        if self.is_out_of_reach(now) {
+            return self.peer_lost("no lane came up in time");
         }
+        if self.stalled_at().is_some_and(|at| at <= now) {
+            self.link = Link::Opening;
+            self.said_at = None;
+        }
+        false
     }
 
     /// When time alone may change what to do or say.
     pub fn wake_at(&self) -> Option<Instant> {
-        let end = if self.is_ended() {
-            self.abort_until?
-        } else if let Link::Down { since } = self.link {
-            self.deadline.min(since + self.limits.reconnect_max)
-        } else {
-            self.deadline
-        };
-        Some(
-            self.said_at
-                .map_or(end, |said| end.min(said + REPEAT_AFTER)),
-        )
+        let ended = self.is_ended();
+        if ended && self.abort_reason.is_none() {
+            return None;
+        }
+        let deadline = (!ended).then_some(self.deadline);
+        let lost = (self.link == Link::Down).then(|| self.heard_at + self.limits.reconnect_max);
+        let again = self.said_at.map(|said| said + REPEAT_AFTER);
+        let times = [deadline, lost, again, self.stalled_at()];
+        times.into_iter().flatten().min()
     }
 
     fn requeue(&mut self, key: PartKey) {

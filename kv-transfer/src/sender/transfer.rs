@@ -68,6 +68,7 @@ impl TransferShared {
             queue_parts_max: config.queue_parts_max,
             queue_bytes_max: config.queue_bytes_max,
             in_flight_bytes_max: config.in_flight_bytes_max,
+            in_flight_parts_max: config.in_flight_parts_max,
             reconnect_max: config.reconnect_max,
         };
         let state = SenderState::new(limits, now, target.deadline);
@@ -86,6 +87,10 @@ impl TransferShared {
             opened_at: now,
             open,
         }
+    }
+
+    fn now(&self) -> Instant {
+        self.config.environment.now()
     }
 
     pub(crate) fn regions(&self) -> &RegionTable {
@@ -115,7 +120,7 @@ impl TransferShared {
         let mut inner = self.lock();
         let result = change(&mut inner);
         if inner.ended_at.is_none() && inner.state.is_ended() {
-            inner.ended_at = Some(Instant::now());
+            inner.ended_at = Some(self.now());
         }
         drop(inner);
         self.changed.notify_waiters();
@@ -149,7 +154,7 @@ impl TransferShared {
         Some(ReadGuard(Arc::clone(transfer)))
     }
 
-    #[cfg(test)]
+    #[cfg(any(test, feature = "test-support"))]
     pub(crate) fn is_quiet(&self) -> bool {
         self.lock().is_quiet()
     }
@@ -256,8 +261,7 @@ impl Transfer {
     /// Gives the transfer up and tells the receiver. Idempotent; without effect once
     /// it has ended. Does not block.
     pub fn abort(&self, reason: &str) {
-        self.shared
-            .update(|inner| inner.state.abort(reason, Instant::now()));
+        self.shared.update(|inner| inner.state.abort(reason));
         self.shared.bell.ring();
     }
 
@@ -269,11 +273,17 @@ impl Transfer {
             .await;
     }
 
+    /// Whether a lane may read, or is reading, the source blocks.
+    #[cfg(feature = "test-support")]
+    pub fn may_be_read(&self) -> bool {
+        !self.shared.is_quiet()
+    }
+
     /// What was done so far.
     pub fn statistics(&self) -> TransferStatistics {
         let inner = self.shared.lock();
         let totals = inner.state.totals();
-        let end = inner.ended_at.unwrap_or_else(Instant::now);
+        let end = inner.ended_at.unwrap_or_else(|| self.shared.now());
         TransferStatistics {
             parts: inner.state.parts(),
             bytes_sent: totals.bytes_sent,

@@ -9,7 +9,7 @@
 use std::collections::HashMap;
 use std::io::IoSliceMut;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use super::{Lane, OutFrame, OutQueue};
 use crate::codec::{Control, Scope};
@@ -85,7 +85,7 @@ impl LoopbackLane {
                     });
                     copied += brought.map_err(|error| Error::io("copy", error))?.payload;
                 }
-                self.receiver.finish(incoming, Instant::now());
+                self.receiver.finish(incoming);
                 Ok(())
             }
         }
@@ -122,6 +122,9 @@ impl Lane for LoopbackLane {
         if !is_listed(self.token) {
             return Err(Error::PeerLost("the receiver has stopped".to_owned()));
         }
+        // A lane inside one process is never silent.
+        let now = self.receiver.now();
+        self.receiver.heard(now);
         let mut moved = false;
         loop {
             queue.drop_ended();

@@ -15,6 +15,9 @@ use rustix::event::PollFlags;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 use rustls::{ClientConfig, Connection, ServerConfig, ServerConnection};
 
+#[cfg(feature = "test-support")]
+use crate::mem::MemStream;
+
 /// What both ends of an encrypted lane agree on by ALPN, so that a lane cannot be led
 /// to another TLS port of the cluster, nor another client to a data port.
 const ALPN: &[u8] = b"baton-kv";
@@ -66,6 +69,9 @@ pub(crate) enum Filled {
 pub(crate) enum LaneStream {
     Plain(TcpStream),
     Tls(Box<TlsStream>),
+    /// Bytes that never leave this process, see [`crate::mem`].
+    #[cfg(feature = "test-support")]
+    Mem(MemStream),
 }
 
 impl LaneStream {
@@ -81,10 +87,13 @@ impl LaneStream {
         Self::Tls(Box::new(TlsStream::new(socket, tls)))
     }
 
-    pub(crate) fn socket(&self) -> &TcpStream {
+    /// What to poll; `None` if there is no socket.
+    pub(crate) fn socket(&self) -> Option<&TcpStream> {
         match self {
-            Self::Plain(socket) => socket,
-            Self::Tls(stream) => &stream.socket,
+            Self::Plain(socket) => Some(socket),
+            Self::Tls(stream) => Some(&stream.socket),
+            #[cfg(feature = "test-support")]
+            Self::Mem(_) => None,
         }
     }
 
@@ -97,6 +106,8 @@ impl LaneStream {
         match self {
             Self::Plain(_) => Ok(Filled::Ready),
             Self::Tls(stream) => stream.fill(),
+            #[cfg(feature = "test-support")]
+            Self::Mem(_) => Ok(Filled::Ready),
         }
     }
 
@@ -105,6 +116,8 @@ impl LaneStream {
         match self {
             Self::Plain(_) => false,
             Self::Tls(stream) => stream.ready > 0 || stream.at < stream.end,
+            #[cfg(feature = "test-support")]
+            Self::Mem(_) => false,
         }
     }
 
@@ -122,6 +135,8 @@ impl LaneStream {
                 Ok(rustix::net::sendmsg(&*socket, slices, &mut none, flags)?)
             }
             Self::Tls(stream) => stream.send(slices),
+            #[cfg(feature = "test-support")]
+            Self::Mem(stream) => stream.send(slices),
         }
     }
 
@@ -130,6 +145,8 @@ impl LaneStream {
         match self {
             Self::Plain(_) => Ok(false),
             Self::Tls(stream) => stream.push(),
+            #[cfg(feature = "test-support")]
+            Self::Mem(_) => Ok(false),
         }
     }
 
@@ -149,6 +166,8 @@ impl Read for LaneStream {
         match self {
             Self::Plain(socket) => socket.read(bytes),
             Self::Tls(stream) => stream.read(&mut [IoSliceMut::new(bytes)]),
+            #[cfg(feature = "test-support")]
+            Self::Mem(stream) => stream.read(&mut [IoSliceMut::new(bytes)]),
         }
     }
 
@@ -156,6 +175,8 @@ impl Read for LaneStream {
         match self {
             Self::Plain(socket) => Ok(rustix::io::readv(&*socket, buffers)?),
             Self::Tls(stream) => stream.read(buffers),
+            #[cfg(feature = "test-support")]
+            Self::Mem(stream) => stream.read(buffers),
         }
     }
 }

@@ -45,12 +45,17 @@ impl TcpLane {
         session: SessionId,
         timeout: Duration,
     ) -> Result<Self, Error> {
-        Ok(Self {
-            stream: connect(to, session, timeout)?,
+        Ok(Self::over(connect(to, session, timeout)?))
+    }
+
+    /// A lane over a connection that is authenticated.
+    pub(crate) fn over(stream: LaneStream) -> Self {
+        Self {
+            stream,
             replies: vec![0; REPLY_BYTES].into_boxed_slice(),
             filled: 0,
             taken: 0,
-        })
+        }
     }
 
     /// The reply at the front of the buffer, if it is whole.
@@ -122,7 +127,8 @@ impl Lane for TcpLane {
 
     fn park(&mut self, bell: &Bell, want_flush: bool, timeout: Duration) -> Result<(), Error> {
         let flags = self.stream.interest(want_flush);
-        bell.park(&[(self.stream.socket().as_fd(), flags)], timeout)
+        let socket = self.stream.socket().map(|s| (s.as_fd(), flags));
+        bell.park(socket.as_slice(), timeout)
             .map_err(|error| Error::io("wait for the lane", error))?;
         Ok(())
     }

@@ -1,0 +1,497 @@
+//! What a lane does, as a machine that never parks: connects, keeps the lane alive,
+//! moves transfers over it, and connects again when it breaks.
+//!
+//! ```text
+//!            connected                    broken, or silent
+//!  Down ------------------> Up(lane) -------------------------> Down, with back-off
+//!    ^                       |
+//!    |  refused: try later   +-- idle for long, or the sender stops --> closed
+//!    +--+
+//! ```
+//! [`Driver::step`] does what can be done now and says when to come back; the thread
+//! (or a test's scheduler) that drives it owns the waiting. Transfers share a lane by
+//! deficit round robin: whose turn it is may send [`QUANTUM_BYTES`] more, saves what a
+//! large part still lacks, and the next write goes on where the last one stopped. So a
+//! short prompt passes a long one, however many long ones there are.
+
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use rustls::pki_types::ServerName;
+
+use super::SenderConfig;
+use super::source::Source;
+use super::state::NextFrame;
+use super::transfer::{Inner, TransferShared};
+use crate::codec::{COALESCE_BYTES, Control, Header, Kind, Scope};
+use crate::error::Error;
+#[cfg(feature = "test-support")]
+use crate::mem;
+use crate::part::frame_crc;
+use crate::ticket::{LaneKey, ProcessToken, SessionId};
+use crate::transport::connect::Destination;
+use crate::transport::loopback::LoopbackLane;
+use crate::transport::tcp::TcpLane;
+use crate::transport::{Lane, OutQueue};
+use crate::wake::{Bell, lock};
+
+/// Bytes gathered before a write: one `sendmsg` takes up to this much.
+const GATHER_BYTES: usize = 1 << 20;
+/// What a transfer may send more of with each turn.
+const QUANTUM_BYTES: u64 = COALESCE_BYTES as u64;
+/// A wait that is due already still yields, so that no state can make the thread spin.
+const PARK_MIN: Duration = Duration::from_millis(1);
+const BACK_OFF_MIN: Duration = Duration::from_millis(10);
+const BACK_OFF_MAX: Duration = Duration::from_secs(1);
+
+/// Whom a lane leads to, and by which transport.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) enum Peer {
+    Loopback(ProcessToken),
+    Tcp {
+        address: SocketAddr,
+        server_name: Option<ServerName<'static>>,
+        key: LaneKey,
+    },
+    #[cfg(feature = "test-support")]
+    Mem(mem::Network, SocketAddr),
+}
+
+/// What the sender's handles leave for the driver.
+#[derive(Default)]
+pub(crate) struct Inbox {
+    pub(crate) transfers: Vec<Arc<TransferShared>>,
+    pub(crate) stopping: bool,
+    pub(crate) closed: bool,
+}
+
+/// What is to be done after [`Driver::step`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Step {
+    Again,
+    /// Nothing until the bell rings, the lane has something, or the time is there.
+    Wait(Instant),
+    /// Never step again.
+    Closed,
+}
+
+struct Active {
+    shared: Arc<TransferShared>,
+    /// Whether it knows of the current connection.
+    announced: bool,
+    /// Bytes it may still send in this turn.
+    deficit: u64,
+}
+
+struct Connection {
+    lane: Box<dyn Lane>,
+    connected_at: Instant,
+    heard_at: Instant,
+    pinged_at: Instant,
+}
+
+pub(crate) struct Driver {
+    config: Arc<SenderConfig>,
+    peer: Peer,
+    session: SessionId,
+    inbox: Arc<Mutex<Inbox>>,
+    bell: Bell,
+    transfers: Vec<Active>,
+    /// Whose turn it is, and whether that turn has begun.
+    turn: usize,
+    turn_begun: bool,
+    queue: OutQueue,
+    connection: Option<Connection>,
+    retry_at: Instant,
+    back_off: Duration,
+    /// Since when there are no transfers.
+    idle_since: Instant,
+}
+
+impl Driver {
+    pub(crate) fn new(
+        config: Arc<SenderConfig>,
+        peer: Peer,
+        session: SessionId,
+        inbox: Arc<Mutex<Inbox>>,
+        bell: Bell,
+    ) -> Self {
+        let now = config.environment.now();
+        Self {
+            config,
+            peer,
+            session,
+            inbox,
+            bell,
+            transfers: Vec::new(),
+            turn: 0,
+            turn_begun: false,
+            queue: OutQueue::default(),
+            connection: None,
+            retry_at: now,
+            back_off: BACK_OFF_MIN,
+            idle_since: now,
+        }
+    }
+
+    fn now(&self) -> Instant {
+        self.config.environment.now()
+    }
+
+    /// Does what can be done without waiting (but for connecting, which is bounded).
+    pub(crate) fn step(&mut self) -> Step {
+        let now = self.now();
+        if lock(&self.inbox).stopping {
+            self.stop(now);
+            return Step::Closed;
+        }
+        self.take_inbox();
+        if !self.transfers.is_empty() {
+            self.idle_since = now;
+        } else if now.duration_since(self.idle_since) >= self.config.lane_idle_max
+            && self.try_close()
+        {
+            return Step::Closed;
+        }
+        let Some(mut connection) = self.connection.take() else {
+            return self.reconnect(now);
+        };
+        match self.serve(&mut connection, now) {
+            Ok(step) => {
+                self.connection = Some(connection);
+                step
+            }
+            Err(error) => {
+                self.lost(&connection, &error);
+                Step::Again
+            }
+        }
+    }
+
+    /// Parks until there may be something to do, at the latest at `until`.
+    pub(crate) fn park(&mut self, until: Instant) {
+        let timeout = until.saturating_duration_since(self.now());
+        let Some(mut connection) = self.connection.take() else {
+            let _ = self.bell.park(&[], timeout);
+            return;
+        };
+        let want_flush = !self.queue.is_empty();
+        match connection.lane.park(&self.bell, want_flush, timeout) {
+            Ok(()) => self.connection = Some(connection),
+            Err(error) => self.lost(&connection, &error),
+        }
+    }
+
+    fn reconnect(&mut self, now: Instant) -> Step {
+        self.prune(now);
+        if self.transfers.is_empty() {
+            let until = self.idle_since + self.config.lane_idle_max;
+            return Step::Wait(until.max(now + PARK_MIN));
+        }
+        if now < self.retry_at {
+            return self.wait(self.retry_at, now);
+        }
+        match self.connect(now) {
+            Ok(lane) => {
+                let now = self.now();
+                self.connection = Some(Connection {
+                    lane,
+                    connected_at: now,
+                    heard_at: now,
+                    pinged_at: now,
+                });
+            }
+            Err(error @ (Error::PeerLost(_) | Error::Protocol(_) | Error::Tls(_))) => {
+                let reason = error.to_string();
+                for active in &self.transfers {
+                    active.shared.update(|inner| inner.state.peer_lost(&reason));
+                }
+                self.transfers.clear();
+            }
+            Err(error) => {
+                tracing::debug!(%error, "a data lane could not be opened");
+                self.retry_later();
+            }
+        }
+        Step::Again
+    }
+
+    fn connect(&self, now: Instant) -> Result<Box<dyn Lane>, Error> {
+        // Not past the time at which a transfer has to give up.
+        let due = self
+            .transfers_due()
+            .map(|at| at.saturating_duration_since(now));
+        let timeout = due.map_or(self.config.connect_timeout, |due| {
+            due.max(BACK_OFF_MIN).min(self.config.connect_timeout)
+        });
+        match &self.peer {
+            Peer::Loopback(token) => Ok(Box::new(LoopbackLane::open(
+                *token,
+                self.session,
+                &self.bell,
+            )?)),
+            Peer::Tcp {
+                address,
+                server_name,
+                key,
+            } => {
+                let to = Destination {
+                    address: *address,
+                    tls: self.config.tls.as_ref(),
+                    server_name: server_name.as_ref(),
+                    key,
+                };
+                Ok(Box::new(TcpLane::connect(&to, self.session, timeout)?))
+            }
+            #[cfg(feature = "test-support")]
+            Peer::Mem(network, address) => {
+                let stream = network.connect(*address, self.session, timeout)?;
+                Ok(Box::new(TcpLane::over(stream)))
+            }
+        }
+    }
+
+    /// One round over a connection.
+    fn serve(&mut self, connection: &mut Connection, now: Instant) -> Result<Step, Error> {
+        self.announce(now);
+        let more = self.fill(now);
+        let lane = &mut *connection.lane;
+        let mut moved = lane.flush(&mut self.queue, more)?;
+        while let Some((scope, control)) = lane.receive()? {
+            moved = true;
+            connection.heard_at = now;
+            self.handle(scope, control, now);
+        }
+        self.prune(now);
+        if now.duration_since(connection.heard_at) >= self.config.silence_max {
+            return Err(Error::PeerLost("the receiver has gone silent".to_owned()));
+        }
+        let ping_at = connection.pinged_at + self.config.ping_interval;
+        if ping_at <= now {
+            connection.pinged_at = now;
+            self.queue.push_control(Scope::LANE, Control::Ping);
+            return Ok(Step::Again);
+        }
+        if moved {
+            return Ok(Step::Again);
+        }
+        let silent_at = connection.heard_at + self.config.silence_max;
+        Ok(self.wait(ping_at.min(silent_at), now))
+    }
+
+    /// A wait until `at`, or until a transfer has something to do.
+    fn wait(&self, at: Instant, now: Instant) -> Step {
+        let due = self.transfers_due().map_or(at, |due| due.min(at));
+        Step::Wait(due.max(now + PARK_MIN))
+    }
+
+    fn transfers_due(&self) -> Option<Instant> {
+        let due = |active: &Active| active.shared.update_quietly(|inner| inner.state.wake_at());
+        self.transfers.iter().filter_map(due).min()
+    }
+
+    /// Opens new transfers on this connection and tells of aborted ones.
+    fn announce(&mut self, now: Instant) {
+        for active in &mut self.transfers {
+            let scope = active.shared.scope();
+            active.shared.tick(now);
+            let fresh = !std::mem::replace(&mut active.announced, true);
+            let (open, abort) = active.shared.update_quietly(|Inner { state, .. }| {
+                if fresh {
+                    state.connected();
+                }
+                (state.open_to_send(now), state.abort_to_send(now))
+            });
+            if open {
+                let layout = active.shared.layout;
+                self.queue.push_control(scope, Control::Open { layout });
+            }
+            if let Some(reason) = abort {
+                self.queue.push_control(scope, Control::Abort { reason });
+            }
+        }
+    }
+
+    /// Queues frames until a write is full; true if there are more.
+    fn fill(&mut self, now: Instant) -> bool {
+        let count = self.transfers.len();
+        let mut idle = 0;
+        while idle < count {
+            if self.queue.bytes() >= GATHER_BYTES {
+                return true;
+            }
+            self.turn %= count;
+            let active = &mut self.transfers[self.turn];
+            if !std::mem::replace(&mut self.turn_begun, true) {
+                active.deficit += QUANTUM_BYTES;
+            }
+            match fill_frame(&mut self.queue, &active.shared, active.deficit, now) {
+                Filled::Frame(bytes) => {
+                    active.deficit -= bytes;
+                    idle = 0;
+                    continue;
+                }
+                Filled::Later => idle = 0,
+                Filled::Nothing => {
+                    active.deficit = 0;
+                    idle += 1;
+                }
+            }
+            self.turn += 1;
+            self.turn_begun = false;
+        }
+        false
+    }
+
+    fn handle(&mut self, scope: Scope, control: Control, now: Instant) {
+        if matches!(control, Control::Ping) {
+            return self.queue.push_control(scope, Control::Pong);
+        }
+        let Some(active) = self
+            .transfers
+            .iter()
+            .find(|active| active.shared.scope() == scope)
+        else {
+            return;
+        };
+        active.shared.update(|inner| {
+            let state = &mut inner.state;
+            match control {
+                Control::Opened(missing) => state.opened(missing, now),
+                Control::Ack { consumed } => state.acknowledged(consumed, now),
+                Control::Nack(range) => state.damaged(range),
+                Control::Missing(missing) => state.missing(&missing),
+                Control::Committed => drop(state.committed()),
+                Control::Refused(refusal) => drop(state.refused(refusal)),
+                Control::Aborted => state.abort_heard(),
+                // Only receivers get these; a confused peer changes nothing here.
+                Control::Open { .. }
+                | Control::Commit { .. }
+                | Control::Abort { .. }
+                | Control::Ping
+                | Control::Pong => {}
+            }
+        });
+    }
+
+    /// Lets go of transfers that have nothing to say or hear any more.
+    fn prune(&mut self, now: Instant) {
+        self.transfers.retain(|active| {
+            active.shared.tick(now);
+            active
+                .shared
+                .update_quietly(|inner| inner.state.wants_lane(now))
+        });
+    }
+
+    /// The connection is gone: nothing queued on it counts as sent.
+    fn lost(&mut self, connection: &Connection, error: &Error) {
+        tracing::warn!(%error, "a data lane broke");
+        self.queue = OutQueue::default();
+        for active in &mut self.transfers {
+            active.announced = false;
+            active
+                .shared
+                .update(|inner| inner.state.lane_lost(connection.heard_at));
+        }
+        if self.now().duration_since(connection.connected_at) > BACK_OFF_MAX {
+            self.back_off = BACK_OFF_MIN;
+        }
+        self.retry_later();
+    }
+
+    fn retry_later(&mut self) {
+        self.retry_at = self.now() + self.back_off;
+        self.back_off = (self.back_off * 2).min(BACK_OFF_MAX);
+    }
+
+    fn take_inbox(&mut self) {
+        let fresh = std::mem::take(&mut lock(&self.inbox).transfers);
+        let active = |shared| Active {
+            shared,
+            announced: false,
+            deficit: 0,
+        };
+        self.transfers.extend(fresh.into_iter().map(active));
+    }
+
+    /// Closes an idle lane, unless a transfer came in meanwhile.
+    fn try_close(&mut self) -> bool {
+        let mut inbox = lock(&self.inbox);
+        inbox.closed = inbox.transfers.is_empty();
+        inbox.closed
+    }
+
+    /// Ends everything that is still open, with a last word, so that the receiver need
+    /// not find out by silence.
+    fn stop(&mut self, now: Instant) {
+        lock(&self.inbox).closed = true;
+        self.take_inbox();
+        for active in &self.transfers {
+            active
+                .shared
+                .update(|inner| inner.state.abort("the sender is stopping"));
+        }
+        if let Some(mut connection) = self.connection.take() {
+            self.announce(now);
+            let _ = connection.lane.flush(&mut self.queue, false);
+        }
+    }
+}
+
+enum Filled {
+    /// Block bytes queued; none for a commit.
+    Frame(u64),
+    /// Its next part is larger than what it may send now.
+    Later,
+    Nothing,
+}
+
+/// Queues the next frame, or the commit, of one transfer.
+fn fill_frame(
+    queue: &mut OutQueue,
+    shared: &Arc<TransferShared>,
+    budget: u64,
+    now: Instant,
+) -> Filled {
+    let scope = shared.scope();
+    match shared.update(|inner| inner.state.next_frame(budget, now)) {
+        NextFrame::Later => return Filled::Later,
+        NextFrame::Nothing => {}
+        NextFrame::Frame(plan) => {
+            let source = Source::new(Arc::clone(shared), plan.extents);
+            // Refused only if the transfer ended since the plan was made.
+            let Some(crcs) = source.checksums() else {
+                return Filled::Nothing;
+            };
+            let header = Header {
+                kind: Kind::Data,
+                scope,
+                range: plan.range,
+                payload_len: plan.bytes as u32,
+                payload_crc: frame_crc(crcs.iter().copied()),
+            };
+            shared.update_quietly(|inner| inner.state.checksums(plan.range, &crcs));
+            queue.push_data(header, source);
+            return Filled::Frame(plan.bytes);
+        }
+    }
+    while let Some((range, extent)) = shared.update_quietly(|inner| inner.state.next_unchecked()) {
+        let source = Source::new(Arc::clone(shared), vec![extent]);
+        let Some(crcs) = source.checksums() else {
+            return Filled::Nothing;
+        };
+        shared.update_quietly(|inner| inner.state.checksums(range, &crcs));
+    }
+    if let Some(plan) = shared.update_quietly(|inner| inner.state.next_commit(now)) {
+        let control = Control::Commit {
+            root: plan.root,
+            parts: plan.parts,
+            payload: plan.payload,
+        };
+        queue.push_control(scope, control);
+        return Filled::Frame(0);
+    }
+    Filled::Nothing
+}
