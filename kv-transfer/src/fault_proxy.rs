@@ -29,6 +29,8 @@ pub enum Fault {
     DamagePayload(u64),
     /// One bit of the frame's header is wrong.
     DamageHeader(u64),
+    /// The last byte of the frame never arrives, what follows does.
+    TruncateData(u64),
     /// The connection ends one byte before the frame's end.
     CutInData(u64),
     /// The connection ends right after the frame.
@@ -150,6 +152,11 @@ impl FaultProxy {
     /// Bytes that have gone from senders to the port.
     pub fn bytes(&self) -> u64 {
         self.state.bytes.load(Ordering::Relaxed)
+    }
+
+    /// Data frames that senders have sent.
+    pub fn data_frames(&self) -> u64 {
+        self.state.data_frames.load(Ordering::Relaxed)
     }
 
     /// Connections taken so far.
@@ -283,6 +290,9 @@ fn data(port: &TcpStream, state: &State, number: u64, mut frame: Vec<u8>) -> io:
     }
     if state.take(Fault::DamageHeader(number)) {
         frame[44] ^= 0x01;
+    }
+    if state.take(Fault::TruncateData(number)) {
+        frame.pop();
     }
     if state.take(Fault::CutInData(number)) {
         state.write(port, &frame[..frame.len() - 1])?;

@@ -19,7 +19,6 @@ mod stream;
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::hash::{Hash, Hasher};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -170,9 +169,9 @@ impl Network {
         lock(&self.net).wake_all();
     }
 
-    /// One turn of one actor, or one move of the clock; false if nothing will ever
-    /// happen here again by itself.
-    pub fn step(&self) -> bool {
+    /// One turn of one actor, or one move of the clock, which does not go past `until`;
+    /// false if it is there and nobody has anything to do.
+    pub fn step(&self, until: Instant) -> bool {
         let mut net = lock(&self.net);
         let now = self.environment.now();
         let ready: Vec<u64> = net
@@ -182,7 +181,7 @@ impl Network {
             .map(|(id, _)| *id)
             .collect();
         if ready.is_empty() {
-            return self.wait(&mut net, now);
+            return self.wait(&mut net, now, until);
         }
         let id = ready[net.rng.random_range(0..ready.len())];
         let Some(mut who) = net.actors.get_mut(&id).and_then(|actor| actor.who.take()) else {
@@ -219,15 +218,19 @@ impl Network {
     }
 
     /// Moves the clock to the next thing that time brings.
-    fn wait(&self, net: &mut Net, now: Instant) -> bool {
+    fn wait(&self, net: &mut Net, now: Instant, until: Instant) -> bool {
         let turns = net.actors.values().filter_map(Actor::next_turn);
         let arrivals = net
             .ports
             .values()
             .filter_map(|port| port.link.next_arrival(now));
-        let Some(next) = turns.chain(arrivals).min() else {
+        let next = turns
+            .chain(arrivals)
+            .min()
+            .map_or(until, |next| next.min(until));
+        if now >= until {
             return false;
-        };
+        }
         self.environment.advance_to(next.max(now));
         net.trace = mix(
             net.trace,
@@ -328,20 +331,6 @@ fn mix(hash: u64, value: u64) -> u64 {
     (hash ^ value)
         .wrapping_mul(0x9E37_79B9_7F4A_7C15)
         .rotate_left(29)
-}
-
-impl PartialEq for Network {
-    fn eq(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.net, &other.net)
-    }
-}
-
-impl Eq for Network {}
-
-impl Hash for Network {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        Arc::as_ptr(&self.net).hash(state);
-    }
 }
 
 impl fmt::Debug for Network {

@@ -277,9 +277,8 @@ impl Sender {
 
     fn peer(&self, target: &LaneTarget) -> Result<Peer, Error> {
         #[cfg(feature = "test-support")]
-        if let Some((network, address)) = self.lanes.config.network.clone().zip(target.data_address)
-        {
-            return Ok(Peer::Mem(network, address));
+        if let Some((_, address)) = self.lanes.config.network.as_ref().zip(target.data_address) {
+            return Ok(Peer::Mem(address));
         }
         for kind in &self.lanes.config.transports {
             match (kind, target.data_address) {

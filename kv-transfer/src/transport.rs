@@ -11,12 +11,25 @@ pub(crate) mod stream;
 pub(crate) mod tcp;
 
 use std::collections::VecDeque;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::codec::{Control, HEADER_BYTES, Header, Scope};
 use crate::error::Error;
 use crate::sender::source::Source;
 use crate::wake::Bell;
+
+/// When the peer counts as last heard, for an end that looks again at `now` after
+/// `turned_at`. An end that slept for longer than its pings let it was starved, and the
+/// peer perhaps with it: time in which it did not listen is no silence.
+pub(crate) fn heard_despite_sleep(
+    heard_at: Instant,
+    turned_at: Instant,
+    now: Instant,
+    ping_interval: Duration,
+) -> Instant {
+    let slept = now.saturating_duration_since(turned_at);
+    (heard_at + slept.saturating_sub(2 * ping_interval)).min(now)
+}
 
 /// The sender's end of one open lane.
 pub(crate) trait Lane: Send {
@@ -80,6 +93,8 @@ pub(crate) struct OutQueue {
     sent: usize,
     /// Bytes that have not left.
     bytes: usize,
+    /// Frames at the front that later urgent ones must not pass.
+    urgent: usize,
 }
 
 impl OutQueue {
@@ -90,6 +105,22 @@ impl OutQueue {
             control,
             bytes,
         });
+    }
+
+    /// Queues a frame that goes before everything that is not: one that says nothing
+    /// about the data frames it passes.
+    pub(crate) fn push_urgent(&mut self, scope: Scope, control: Control) {
+        let bytes = control.encode(scope);
+        self.bytes += bytes.len();
+        let frame = OutFrame::Control {
+            scope,
+            control,
+            bytes,
+        };
+        // The first one may have left in part.
+        let at = self.urgent.max(usize::from(self.sent > 0));
+        self.frames.insert(at.min(self.frames.len()), frame);
+        self.urgent = at + 1;
     }
 
     pub(crate) fn push_data(&mut self, header: Header, source: Source) {
@@ -121,6 +152,7 @@ impl OutQueue {
             frames,
             sent,
             bytes,
+            urgent: _,
         } = self;
         frames.retain(|frame| {
             let under_way = index == 0 && *sent > 0;
@@ -143,6 +175,7 @@ impl OutQueue {
         let frame = self.frames.pop_front()?;
         self.bytes -= frame.len() - self.sent;
         self.sent = 0;
+        self.urgent = self.urgent.saturating_sub(1);
         Some(frame)
     }
 

@@ -14,6 +14,7 @@ use crate::codec::{Control, HEADER_BYTES, Header, Kind, Scope};
 use crate::error::Error;
 use crate::receiver::incoming::{Incoming, SCRATCH_BYTES};
 use crate::receiver::lane::ReceiverLane;
+use crate::transport::heard_despite_sleep;
 use crate::transport::stream::{Filled, LaneStream};
 
 /// Reads in a row before replies and timers get their turn.
@@ -46,6 +47,7 @@ pub(crate) struct PortLane {
     silence_max: Duration,
     heard_at: Instant,
     pinged_at: Instant,
+    turned_at: Instant,
     reading: Reading,
     header: [u8; HEADER_BYTES],
     header_got: usize,
@@ -60,6 +62,7 @@ impl PortLane {
         Self {
             heard_at: now,
             pinged_at: now,
+            turned_at: now,
             stream,
             receiver,
             ping_interval: config.ping_interval,
@@ -98,14 +101,16 @@ impl PortLane {
         // Before the reads: a thread that slept since then has not heard what came
         // meanwhile, and must not take that for silence.
         let now = self.receiver.now();
+        self.heard_at = heard_despite_sleep(self.heard_at, self.turned_at, now, self.ping_interval);
+        self.turned_at = now;
         let mut reads = 0;
         while reads < reads_max && self.read()? {
             reads += 1;
         }
         if reads > 0 {
             self.heard_at = now;
-            self.receiver.heard(now);
         }
+        self.receiver.heard(self.heard_at);
         if reads < reads_max {
             self.receiver.idle();
         }

@@ -91,12 +91,12 @@ impl Default for Conditions {
     }
 }
 
-/// What an end of a connection is doing when a probe is called.
+/// What an end of a connection is about to do when a probe is called.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Moment {
-    /// The receiver's end is reading; with a payload, under the write guard.
+    /// The receiver's end reads; a payload, under the write guard.
     Reading,
-    /// The sender's end is writing, under the read guards of what it writes.
+    /// The sender's end writes, under the read guards of what it writes.
     Sending,
 }
 
@@ -196,6 +196,12 @@ impl Link {
     /// Ends every connection; what is under way is lost.
     pub fn cut(&self) {
         self.pipes().iter().for_each(|pipe| lock(pipe).reset());
+    }
+
+    /// The hosts at its ends no longer know the present connections: what is under way is
+    /// lost, nothing comes over them any more, and nobody is told.
+    pub fn lose(&self) {
+        self.pipes().iter().for_each(|pipe| lock(pipe).lose());
     }
 
     /// Lets everything go that a fault held back.

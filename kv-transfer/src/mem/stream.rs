@@ -41,12 +41,14 @@ pub(super) struct Pipe {
     end: Option<End>,
     /// Nobody reads any more.
     unread: bool,
+    /// What is written goes nowhere, and the writer is not told.
+    lost: bool,
 }
 
 impl Pipe {
     /// Queues bytes that keep the link busy for `busy` and fly for `flight`.
     pub(super) fn queue(&mut self, bytes: Vec<u8>, now: Instant, busy: Duration, flight: Duration) {
-        if self.end.is_some() || self.unread {
+        if self.end.is_some() || self.unread || self.lost {
             return;
         }
         self.bytes += bytes.len();
@@ -94,8 +96,18 @@ impl Pipe {
         due.map(|(_, bytes)| bytes).collect()
     }
 
+    pub(super) fn lose(&mut self) {
+        self.under_way.clear();
+        self.held = None;
+        self.bytes = 0;
+        self.lost = true;
+    }
+
     /// The connection ends behind what is under way.
     pub(super) fn end(&mut self) {
+        if self.lost {
+            return;
+        }
         self.end.get_or_insert(End::Closed);
     }
 
@@ -149,6 +161,9 @@ impl MemStream {
         if room == 0 {
             return Ok(0);
         }
+        if self.direction == Direction::Back {
+            self.link.probe(Moment::Reading);
+        }
         let now = self.link.environment.now();
         let dark = self.link.is_dark();
         let mut pipe = lock(&self.input);
@@ -179,15 +194,14 @@ impl MemStream {
             pipe.under_way.pop_front();
         }
         pipe.bytes -= copied;
-        drop(pipe);
-        if self.direction == Direction::Back {
-            self.link.probe(Moment::Reading);
-        }
         Ok(copied)
     }
 
     /// Takes bytes as far as there is room, sometimes less.
     pub(crate) fn send(&mut self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
+        if self.direction == Direction::Forth {
+            self.link.probe(Moment::Sending);
+        }
         let offered: usize = slices.iter().map(|slice| slice.len()).sum();
         let buffer = self.link.buffer();
         let most = if self.link.draw(3) == 0 {
@@ -200,7 +214,7 @@ impl MemStream {
         let mut taken = 0;
         {
             let mut pipe = lock(&self.output);
-            if pipe.end.is_some() || (pipe.unread && !dark) {
+            if pipe.end.is_some() || (pipe.unread && !dark && !pipe.lost) {
                 return Err(io::ErrorKind::BrokenPipe.into());
             }
             let room = buffer.saturating_sub(pipe.bytes);
@@ -220,9 +234,6 @@ impl MemStream {
         }
         for frame in frames {
             self.link.frame(self.direction, &self.output, frame);
-        }
-        if self.direction == Direction::Forth {
-            self.link.probe(Moment::Sending);
         }
         Ok(taken)
     }

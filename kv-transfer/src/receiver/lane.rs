@@ -67,9 +67,9 @@ impl ReceiverLane {
         self.shared.now()
     }
 
-    /// Bytes came at `now`.
-    pub(crate) fn heard(&mut self, now: Instant) {
-        self.heard_at = now;
+    /// The last bytes came at `at`.
+    pub(crate) fn heard(&mut self, at: Instant) {
+        self.heard_at = at;
     }
 
     /// Handles a frame without block bytes.

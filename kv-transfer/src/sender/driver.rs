@@ -26,14 +26,12 @@ use super::state::NextFrame;
 use super::transfer::{Inner, TransferShared};
 use crate::codec::{COALESCE_BYTES, Control, Header, Kind, Scope};
 use crate::error::Error;
-#[cfg(feature = "test-support")]
-use crate::mem;
 use crate::part::frame_crc;
 use crate::ticket::{LaneKey, ProcessToken, SessionId};
 use crate::transport::connect::Destination;
 use crate::transport::loopback::LoopbackLane;
 use crate::transport::tcp::TcpLane;
-use crate::transport::{Lane, OutQueue};
+use crate::transport::{Lane, OutQueue, heard_despite_sleep};
 use crate::wake::{Bell, lock};
 
 /// Bytes gathered before a write: one `sendmsg` takes up to this much.
@@ -43,7 +41,10 @@ const QUANTUM_BYTES: u64 = COALESCE_BYTES as u64;
 /// A wait that is due already still yields, so that no state can make the thread spin.
 const PARK_MIN: Duration = Duration::from_millis(1);
 const BACK_OFF_MIN: Duration = Duration::from_millis(10);
-const BACK_OFF_MAX: Duration = Duration::from_secs(1);
+/// Short against the lease, within which a lane has to come back.
+const BACK_OFF_MAX: Duration = Duration::from_millis(250);
+/// A connection that held for this long was a good one.
+const HELD_WELL: Duration = Duration::from_secs(1);
 
 /// Whom a lane leads to, and by which transport.
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -55,7 +56,7 @@ pub(crate) enum Peer {
         key: LaneKey,
     },
     #[cfg(feature = "test-support")]
-    Mem(mem::Network, SocketAddr),
+    Mem(SocketAddr),
 }
 
 /// What the sender's handles leave for the driver.
@@ -89,6 +90,7 @@ struct Connection {
     connected_at: Instant,
     heard_at: Instant,
     pinged_at: Instant,
+    turned_at: Instant,
 }
 
 pub(crate) struct Driver {
@@ -200,6 +202,7 @@ impl Driver {
                     connected_at: now,
                     heard_at: now,
                     pinged_at: now,
+                    turned_at: now,
                 });
             }
             Err(error @ (Error::PeerLost(_) | Error::Protocol(_) | Error::Tls(_))) => {
@@ -245,7 +248,10 @@ impl Driver {
                 Ok(Box::new(TcpLane::connect(&to, self.session, timeout)?))
             }
             #[cfg(feature = "test-support")]
-            Peer::Mem(network, address) => {
+            Peer::Mem(address) => {
+                let Some(network) = &self.config.network else {
+                    return Err(Error::Closed);
+                };
                 let stream = network.connect(*address, self.session, timeout)?;
                 Ok(Box::new(TcpLane::over(stream)))
             }
@@ -254,6 +260,10 @@ impl Driver {
 
     /// One round over a connection.
     fn serve(&mut self, connection: &mut Connection, now: Instant) -> Result<Step, Error> {
+        let slept_at = std::mem::replace(&mut connection.turned_at, now);
+        let ping_interval = self.config.ping_interval;
+        connection.heard_at =
+            heard_despite_sleep(connection.heard_at, slept_at, now, ping_interval);
         self.announce(now);
         let more = self.fill(now);
         let lane = &mut *connection.lane;
@@ -267,10 +277,10 @@ impl Driver {
         if now.duration_since(connection.heard_at) >= self.config.silence_max {
             return Err(Error::PeerLost("the receiver has gone silent".to_owned()));
         }
-        let ping_at = connection.pinged_at + self.config.ping_interval;
+        let ping_at = connection.pinged_at + ping_interval;
         if ping_at <= now {
             connection.pinged_at = now;
-            self.queue.push_control(Scope::LANE, Control::Ping);
+            self.queue.push_urgent(Scope::LANE, Control::Ping);
             return Ok(Step::Again);
         }
         if moved {
@@ -305,10 +315,15 @@ impl Driver {
             });
             if open {
                 let layout = active.shared.layout;
-                self.queue.push_control(scope, Control::Open { layout });
+                // One that asks again has to come behind what it asks about.
+                if fresh {
+                    self.queue.push_urgent(scope, Control::Open { layout });
+                } else {
+                    self.queue.push_control(scope, Control::Open { layout });
+                }
             }
             if let Some(reason) = abort {
-                self.queue.push_control(scope, Control::Abort { reason });
+                self.queue.push_urgent(scope, Control::Abort { reason });
             }
         }
     }
@@ -346,7 +361,7 @@ impl Driver {
 
     fn handle(&mut self, scope: Scope, control: Control, now: Instant) {
         if matches!(control, Control::Ping) {
-            return self.queue.push_control(scope, Control::Pong);
+            return self.queue.push_urgent(scope, Control::Pong);
         }
         let Some(active) = self
             .transfers
@@ -395,7 +410,7 @@ impl Driver {
                 .shared
                 .update(|inner| inner.state.lane_lost(connection.heard_at));
         }
-        if self.now().duration_since(connection.connected_at) > BACK_OFF_MAX {
+        if self.now().duration_since(connection.connected_at) > HELD_WELL {
             self.back_off = BACK_OFF_MIN;
         }
         self.retry_later();

@@ -83,6 +83,11 @@ pub(crate) struct Borrowed<'a> {
 }
 
 impl Borrowed<'_> {
+    /// Whether these are the source's bytes.
+    pub(crate) fn is_granted(&self) -> bool {
+        self.guard.is_some()
+    }
+
     /// Appends the pieces, until `slices` holds `pieces_max`.
     pub(crate) fn slices<'b>(&'b self, pieces_max: usize, slices: &mut Vec<&'b [u8]>) {
         let mut skip = self.from;

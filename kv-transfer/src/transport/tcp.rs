@@ -149,6 +149,7 @@ fn gather(stream: &mut LaneStream, queue: &OutQueue, more: bool) -> io::Result<u
     let mut skip = sent;
     let mut taken = 0;
     let mut pieces = 0;
+    let mut ended = false;
     // First take the borrows, then point at what they lend.
     let mut parts = Vec::new();
     for frame in frames {
@@ -158,11 +159,15 @@ fn gather(stream: &mut LaneStream, queue: &OutQueue, more: bool) -> io::Result<u
         let (head, borrowed): (&[u8], _) = match frame {
             OutFrame::Control { bytes, .. } => (bytes, None),
             OutFrame::Data { bytes, source, .. } => {
+                let borrowed = source.borrow(skip.saturating_sub(HEADER_BYTES));
+                // It ended since the queue was looked through: a frame that has not begun
+                // is dropped next time, instead of arriving as a damaged one.
+                if skip == 0 && !borrowed.is_granted() {
+                    ended = true;
+                    break;
+                }
                 pieces += source.pieces();
-                (
-                    bytes,
-                    Some(source.borrow(skip.saturating_sub(HEADER_BYTES))),
-                )
+                (bytes, Some(borrowed))
             }
         };
         taken += frame.len() - skip;
@@ -182,7 +187,10 @@ fn gather(stream: &mut LaneStream, queue: &OutQueue, more: bool) -> io::Result<u
             borrowed.slices(PIECES_MAX, &mut slices);
         }
     }
+    if slices.is_empty() {
+        return Ok(0);
+    }
     let whole = taken == queue.bytes();
     let slices: Vec<IoSlice<'_>> = slices.into_iter().map(IoSlice::new).collect();
-    stream.send(&slices, more || !whole)
+    stream.send(&slices, (more || !whole) && !ended)
 }
