@@ -109,6 +109,21 @@ impl WeightType {
         }
     }
 
+    /// Bits of a code.
+    pub(crate) fn code_bits(self) -> usize {
+        match self {
+            WeightType::Q4_0 | WeightType::Q4_1 | WeightType::Q4K => 4,
+            WeightType::Q5_0 | WeightType::Q5_1 | WeightType::Q5K => 5,
+            WeightType::Q6K => 6,
+            _ => 8,
+        }
+    }
+
+    /// Whether a group's scale is a small integer times a factor of its block of 256 columns.
+    pub(crate) fn has_scale_codes(self) -> bool {
+        matches!(self, WeightType::Q4K | WeightType::Q5K | WeightType::Q6K)
+    }
+
     /// Whether a minimum is added per group.
     pub fn is_affine(self) -> bool {
         matches!(
@@ -206,6 +221,12 @@ pub(crate) struct DecodedBlock {
     pub scales: [f32; 16],
     /// Per group; added once per weight. 0 for types that are not affine.
     pub mins: [f32; 16],
+    /// K types only: `scales[g] = factor * scale_codes[g]` and `mins[g] = min_factor * min_codes[g]`, each rounded
+    /// once. The factors are f16 numbers.
+    pub factor: f32,
+    pub min_factor: f32,
+    pub scale_codes: [i8; 16],
+    pub min_codes: [i8; 16],
 }
 
 impl Default for DecodedBlock {
@@ -214,6 +235,10 @@ impl Default for DecodedBlock {
             codes: [0; 256],
             scales: [0.0; 16],
             mins: [0.0; 16],
+            factor: 0.0,
+            min_factor: 0.0,
+            scale_codes: [0; 16],
+            min_codes: [0; 16],
         }
     }
 }
@@ -268,9 +293,12 @@ pub(crate) fn decode_block(ty: WeightType, bytes: &[u8], out: &mut DecodedBlock)
             }
         }
         WeightType::Q6K => {
-            let d = half_at(bytes, 208);
-            for (scale, byte) in out.scales.iter_mut().zip(&bytes[192..208]) {
-                *scale = d * f32::from(*byte as i8);
+            out.factor = half_at(bytes, 208);
+            for (code, byte) in out.scale_codes.iter_mut().zip(&bytes[192..208]) {
+                *code = *byte as i8;
+            }
+            for (scale, code) in out.scales.iter_mut().zip(out.scale_codes) {
+                *scale = out.factor * f32::from(code);
             }
             for part in 0..2 {
                 let low = &bytes[64 * part..][..64];
@@ -313,7 +341,7 @@ fn fifth_bits(bytes: &[u8], codes: &mut [u8]) {
 
 /// The eight 6-bit scales and minimums of Q4_K and Q5_K, times the block's two f16 factors.
 fn k_scales(bytes: &[u8], out: &mut DecodedBlock) {
-    let (d, d_min) = (half_at(bytes, 0), half_at(bytes, 2));
+    (out.factor, out.min_factor) = (half_at(bytes, 0), -half_at(bytes, 2));
     let q = &bytes[4..16];
     for j in 0..8 {
         let (scale, min) = if j < 4 {
@@ -324,7 +352,8 @@ fn k_scales(bytes: &[u8], out: &mut DecodedBlock) {
                 q[j + 4] >> 4 | q[j] >> 6 << 4,
             )
         };
-        out.scales[j] = d * f32::from(scale);
-        out.mins[j] = -(d_min * f32::from(min));
+        (out.scale_codes[j], out.min_codes[j]) = (scale as i8, min as i8);
+        out.scales[j] = out.factor * f32::from(scale);
+        out.mins[j] = out.min_factor * f32::from(min);
     }
 }

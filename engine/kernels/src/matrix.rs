@@ -5,16 +5,22 @@
 //! ```text
 //! matrix  = segments, one per source (q|k|v or gate|up keep their own type)
 //! segment = tiles of 16 rows; the last is filled up with zero rows
-//! tile (quantised) = [ per group: scale x16 (, minimum x16) ] pad to 64 bytes [ per 32 columns: code lines ]
+//! tile (quantised) = [ scales ] pad to 64 bytes [ per 32 columns: code lines, bit lines ]
 //! tile (float)     = [ per column: weight x16 ]
 //!
-//! code line = 64 bytes = 16 rows x 4 consecutive columns, what one `vpdpbusd zmm` eats
-//!   byte codes:   8 lines per 32 columns, line i = columns 4i..4i+4
-//!   nibble codes: 4 lines per 32 columns, line i = columns 4i..4i+4 low, 16+4i..16+4i+4 high
+//! scales  = per 32 columns: scale f16 x16 (, minimum f16 x16)
+//! scales of K types = per 256 columns: factor f16 x16 (, minimum's factor f16 x16), then per 32 columns two of
+//!           scale code i8 x16, and minimum code i8 x16 or the scale code of the second 16 columns
+//!
+//! line of codes = 64 bytes = 16 rows x 4 consecutive columns, what one `vpdpbusd zmm` eats
+//!   8-bit codes:  8 lines per 32 columns, line j = columns 4j..4j+4
+//!   nibbles:      4 lines per 32 columns, line i = line j=i above in the low nibbles, line j=i+4 in the high ones
+//!   5-bit codes:  nibbles, then one line whose bit j is bit 4 of line j's code in the same byte
+//!   6-bit codes:  nibbles, then two lines of four 2-bit fields: field k of line h are bits 4 and 5 of line j=4h+k
 //! ```
 //!
-//! 5- and 6-bit codes become bytes. Scales stay f16 where the file has f16 (exact); K types, whose scales are a product
-//! rounded to f32, keep f32. This file does not multiply anything.
+//! So a matrix takes the bits it has in the file (but for padding), which is what bounds decoding. This file does not
+//! multiply anything but a scale with its factor.
 
 use half::f16;
 
@@ -26,6 +32,27 @@ use crate::memory::{Region, WeightMemory};
 pub(crate) const LANES: usize = 16;
 /// Columns that share one activation scale.
 pub(crate) const GROUP: usize = 32;
+
+/// Columns of a K type's block.
+pub(crate) const BLOCK_K: usize = 256;
+
+/// Bytes of the codes of 32 columns and 16 rows.
+pub(crate) const fn codes_per_group_of_bits(bits: usize) -> usize {
+    GROUP * LANES * bits / 8
+}
+
+fn codes_per_group(ty: WeightType) -> usize {
+    codes_per_group_of_bits(ty.code_bits())
+}
+
+/// Bytes of the scales of one K block and 16 rows: factors, then two planes of codes for each of 8 groups of 32.
+pub(crate) const fn block_k_scales_of(affine: bool) -> usize {
+    LANES * if affine { 4 } else { 2 } + BLOCK_K / GROUP * 2 * LANES
+}
+
+fn block_k_scales(ty: WeightType) -> usize {
+    block_k_scales_of(ty.is_affine())
+}
 
 /// One matrix as a model file holds it: row-major blocks, `rows` outputs of `cols` inputs.
 #[derive(Clone, Copy, Debug)]
@@ -61,19 +88,14 @@ pub(crate) struct Segment {
 }
 
 impl Segment {
-    pub fn scale_bytes(&self) -> usize {
-        match self.ty {
-            WeightType::Q4K | WeightType::Q5K | WeightType::Q6K => 4,
-            _ => 2,
+    /// Bytes of scales in a tile.
+    fn scales_len(ty: WeightType, cols: usize) -> usize {
+        let planes = if ty.is_affine() { 2 } else { 1 };
+        if ty.has_scale_codes() {
+            cols / BLOCK_K * block_k_scales(ty)
+        } else {
+            cols / GROUP * planes * LANES * 2
         }
-    }
-
-    /// Whether two codes share a byte.
-    pub fn is_nibbles(&self) -> bool {
-        matches!(
-            self.ty,
-            WeightType::Q4_0 | WeightType::Q4_1 | WeightType::Q4K
-        )
     }
 
     fn new(source: &MatrixSource<'_>, before: Option<&Segment>) -> Result<Segment, Error> {
@@ -91,11 +113,8 @@ impl Segment {
         // once the first product fits.
         let weights = source.cols.checked_mul(LANES * 8).ok_or(Error::TooLarge)?;
         segment.tile_bytes = if source.ty.is_quantized() {
-            let per_group =
-                LANES * segment.scale_bytes() * if source.ty.is_affine() { 2 } else { 1 };
-            segment.codes_offset =
-                (source.cols / source.ty.group() * per_group).next_multiple_of(64);
-            segment.codes_offset + source.cols * LANES / if segment.is_nibbles() { 2 } else { 1 }
+            segment.codes_offset = Segment::scales_len(source.ty, source.cols).next_multiple_of(64);
+            segment.codes_offset + source.cols / GROUP * codes_per_group(source.ty)
         } else {
             (source.cols * LANES * source.ty.block_bytes()).next_multiple_of(64)
         };
@@ -250,92 +269,115 @@ impl PackedMatrix {
     }
 }
 
-/// Where the code of a column lies within the codes of a tile, and whether it is the high nibble.
-fn code_place(nibbles: bool, col: usize, lane: usize) -> (usize, bool) {
-    let (group, within) = (col / GROUP, col % GROUP);
-    if nibbles {
-        let high = within >= 16;
-        let within = within % 16;
-        (group * 256 + within / 4 * 64 + lane * 4 + within % 4, high)
-    } else {
-        (group * 512 + within / 4 * 64 + lane * 4 + within % 4, false)
+/// Adds the code of a column to a tile's codes, which are zero there.
+fn put_code(bits: usize, codes: &mut [u8], col: usize, lane: usize, code: u8) {
+    let group = &mut codes[col / GROUP * codes_per_group_of_bits(bits)..];
+    let (line, byte) = (col % GROUP / 4, lane * 4 + col % 4);
+    if bits == 8 {
+        group[line * 64 + byte] = code;
+        return;
+    }
+    group[line % 4 * 64 + byte] |= (code & 15) << (line / 4 * 4);
+    match bits {
+        5 => group[256 + byte] |= (code >> 4) << line,
+        6 => group[256 + line / 4 * 64 + byte] |= (code >> 4) << (line % 4 * 2),
+        _ => {}
     }
 }
 
 pub(crate) fn code_at(segment: &Segment, tile: &[u8], col: usize, lane: usize) -> u8 {
-    let (at, high) = code_place(segment.is_nibbles(), col, lane);
-    let byte = tile[segment.codes_offset + at];
-    match (segment.is_nibbles(), high) {
-        (false, _) => byte,
-        (true, false) => byte & 15,
-        (true, true) => byte >> 4,
+    let bits = segment.ty.code_bits();
+    let group = &tile[segment.codes_offset + col / GROUP * codes_per_group_of_bits(bits)..];
+    let (line, byte) = (col % GROUP / 4, lane * 4 + col % 4);
+    if bits == 8 {
+        return group[line * 64 + byte];
+    }
+    let low = group[line % 4 * 64 + byte] >> (line / 4 * 4) & 15;
+    match bits {
+        5 => low | (group[256 + byte] >> line & 1) << 4,
+        6 => low | (group[256 + line / 4 * 64 + byte] >> (line % 4 * 2) & 3) << 4,
+        _ => low,
     }
 }
 
-fn scale_place(segment: &Segment, group: usize, lane: usize) -> (usize, usize) {
-    let size = segment.scale_bytes();
-    let planes = if segment.ty.is_affine() { 2 } else { 1 };
-    let scale = (group * planes * LANES + lane) * size;
-    (scale, scale + LANES * size)
-}
-
+/// Scale and minimum of a group of [`WeightType::group`] columns.
 pub(crate) fn scale_and_min(
     segment: &Segment,
     tile: &[u8],
     group: usize,
     lane: usize,
 ) -> (f32, f32) {
-    let (scale, min) = scale_place(segment, group, lane);
-    let read = |at: usize| {
-        if segment.scale_bytes() == 4 {
-            f32::from_ne_bytes([tile[at], tile[at + 1], tile[at + 2], tile[at + 3]])
-        } else {
-            f16::from_ne_bytes([tile[at], tile[at + 1]]).to_f32()
-        }
-    };
-    (
-        read(scale),
-        if segment.ty.is_affine() {
-            read(min)
+    let ty = segment.ty;
+    let half = |at: usize| f16::from_ne_bytes([tile[at], tile[at + 1]]).to_f32();
+    if !ty.has_scale_codes() {
+        let planes = if ty.is_affine() { 2 } else { 1 };
+        let at = (group * planes * LANES + lane) * 2;
+        let min = if ty.is_affine() {
+            half(at + 2 * LANES)
         } else {
             0.0
-        },
-    )
+        };
+        return (half(at), min);
+    }
+    let col = group * ty.group();
+    let block = col / BLOCK_K * block_k_scales(ty);
+    let (scale, min) = k_codes_place(ty, col, lane);
+    let code = |at: usize| f32::from(tile[at] as i8);
+    let factor = half(block + 2 * lane);
+    if ty.is_affine() {
+        let min_factor = half(block + 2 * LANES + 2 * lane);
+        (factor * code(scale), min_factor * code(min))
+    } else {
+        (factor * code(scale), 0.0)
+    }
+}
+
+/// Where the codes of scale and minimum of a column lie; the second is only there for affine types.
+fn k_codes_place(ty: WeightType, col: usize, lane: usize) -> (usize, usize) {
+    let factors = LANES * if ty.is_affine() { 4 } else { 2 };
+    let block = col / BLOCK_K * block_k_scales(ty) + factors;
+    let pair = block + col % BLOCK_K / GROUP * 2 * LANES + lane;
+    let second = if ty.is_affine() { 0 } else { col % GROUP / 16 };
+    (pair + second * LANES, pair + LANES)
 }
 
 fn pack_quantized_row(segment: &Segment, row: &[u8], lane: usize, tile: &mut [u8]) {
     let ty = segment.ty;
-    let nibbles = segment.is_nibbles();
+    let bits = ty.code_bits();
     let groups = ty.block_elements() / ty.group();
     let mut decoded = DecodedBlock::default();
+    // Exact: the value was an f16 in the file.
+    let half = |value: f32| f16::from_f32(value).to_ne_bytes();
     for (block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
         decode_block(ty, bytes, &mut decoded);
-        for g in 0..groups {
-            let (scale, min) = scale_place(segment, block * groups + g, lane);
-            write_scale(segment, &mut tile[scale..], decoded.scales[g]);
+        let first = block * ty.block_elements();
+        if ty.has_scale_codes() {
+            let at = block * block_k_scales(ty) + 2 * lane;
+            tile[at..at + 2].copy_from_slice(&half(decoded.factor));
             if ty.is_affine() {
-                write_scale(segment, &mut tile[min..], decoded.mins[g]);
+                let at = at + 2 * LANES;
+                tile[at..at + 2].copy_from_slice(&half(decoded.min_factor));
+            }
+            for g in 0..groups {
+                let (scale, min) = k_codes_place(ty, first + g * ty.group(), lane);
+                tile[scale] = decoded.scale_codes[g] as u8;
+                if ty.is_affine() {
+                    tile[min] = decoded.min_codes[g] as u8;
+                }
+            }
+        } else {
+            let planes = if ty.is_affine() { 2 } else { 1 };
+            let at = (block * planes * LANES + lane) * 2;
+            tile[at..at + 2].copy_from_slice(&half(decoded.scales[0]));
+            if ty.is_affine() {
+                let at = at + 2 * LANES;
+                tile[at..at + 2].copy_from_slice(&half(decoded.mins[0]));
             }
         }
         let codes = &mut tile[segment.codes_offset..];
-        for (i, quad) in decoded.codes[..ty.block_elements()]
-            .chunks_exact(4)
-            .enumerate()
-        {
-            let (at, high) = code_place(nibbles, block * ty.block_elements() + i * 4, lane);
-            for (to, code) in codes[at..at + 4].iter_mut().zip(quad) {
-                *to |= if high { code << 4 } else { *code };
-            }
+        for (i, code) in decoded.codes[..ty.block_elements()].iter().enumerate() {
+            put_code(bits, codes, first + i, lane, *code);
         }
-    }
-}
-
-fn write_scale(segment: &Segment, to: &mut [u8], value: f32) {
-    if segment.scale_bytes() == 4 {
-        to[..4].copy_from_slice(&value.to_ne_bytes());
-    } else {
-        // Exact: the value was an f16 in the file.
-        to[..2].copy_from_slice(&f16::from_f32(value).to_ne_bytes());
     }
 }
 

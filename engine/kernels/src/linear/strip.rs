@@ -1,7 +1,7 @@
 //! The inner loops of a product: some row tiles of one segment times one token tile.
 
 use crate::kernels::Shared;
-use crate::matrix::{GROUP, LANES, Segment};
+use crate::matrix::{GROUP, LANES, Segment, block_k_scales_of, codes_per_group_of_bits};
 use crate::scratch::{Activations, Buffer};
 use crate::simd::{BFloat16, Element, Float16, Float32, Kernel, Simd};
 use crate::{Isa, PackedMatrix, WeightType};
@@ -37,14 +37,14 @@ impl Strip<'_> {
                 WeightType::F32 => run_size::<FloatStrip<Float32>>(isa, size, strip),
                 WeightType::F16 => run_size::<FloatStrip<Float16>>(isa, size, strip),
                 WeightType::BF16 => run_size::<FloatStrip<BFloat16>>(isa, size, strip),
-                WeightType::Q4_0 => run_size::<QuantStrip<Nibbles>>(isa, size, strip),
-                WeightType::Q4_1 => run_size::<QuantStrip<NibblesAffine>>(isa, size, strip),
-                WeightType::Q5_0 => run_size::<QuantStrip<Bytes>>(isa, size, strip),
-                WeightType::Q5_1 => run_size::<QuantStrip<BytesAffine>>(isa, size, strip),
-                WeightType::Q8_0 => run_size::<QuantStrip<WideBytes>>(isa, size, strip),
-                WeightType::Q4K => run_size::<QuantStrip<NibblesAffineK>>(isa, size, strip),
-                WeightType::Q5K => run_size::<QuantStrip<BytesAffineK>>(isa, size, strip),
-                WeightType::Q6K => run_size::<QuantStrip<BytesHalfK>>(isa, size, strip),
+                WeightType::Q4_0 => run_size::<QuantStrip<Q4_0>>(isa, size, strip),
+                WeightType::Q4_1 => run_size::<QuantStrip<Q4_1>>(isa, size, strip),
+                WeightType::Q5_0 => run_size::<QuantStrip<Q5_0>>(isa, size, strip),
+                WeightType::Q5_1 => run_size::<QuantStrip<Q5_1>>(isa, size, strip),
+                WeightType::Q8_0 => run_size::<QuantStrip<Q8_0>>(isa, size, strip),
+                WeightType::Q4K => run_size::<QuantStrip<Q4K>>(isa, size, strip),
+                WeightType::Q5K => run_size::<QuantStrip<Q5K>>(isa, size, strip),
+                WeightType::Q6K => run_size::<QuantStrip<Q6K>>(isa, size, strip),
             }
         }
     }
@@ -100,41 +100,38 @@ unsafe fn run_size<K: StripKind>(isa: Isa, size: usize, strip: Strip<'_>) {
 
 /// What differs between quantised formats once packed.
 trait Format {
-    /// Two codes share a byte.
-    const NIBBLES: bool;
+    /// Bits of a code.
+    const BITS: usize;
     /// A minimum per group is added.
     const AFFINE: bool;
-    /// Scales are f32, not f16.
-    const WIDE_SCALES: bool;
+    /// Scales are codes times a factor per 256 columns.
+    const SCALE_CODES: bool;
     /// Weights have a scale per 16 columns, not 32.
     const HALF_GROUPS: bool;
-    /// Codes use all eight bits.
-    const WIDE_CODES: bool;
 }
 
 macro_rules! formats {
-    ($($name:ident: $nibbles:literal $affine:literal $wide_scales:literal $half:literal $wide_codes:literal;)*) => {
+    ($($name:ident: $bits:literal $affine:literal $scale_codes:literal $half:literal;)*) => {
         $(struct $name;
         impl Format for $name {
-            const NIBBLES: bool = $nibbles;
+            const BITS: usize = $bits;
             const AFFINE: bool = $affine;
-            const WIDE_SCALES: bool = $wide_scales;
+            const SCALE_CODES: bool = $scale_codes;
             const HALF_GROUPS: bool = $half;
-            const WIDE_CODES: bool = $wide_codes;
         })*
     };
 }
 
 formats! {
-    //              nibbles affine wide scales, half groups, wide codes
-    Nibbles:        true  false false false false;
-    NibblesAffine:  true  true  false false false;
-    NibblesAffineK: true  true  true  false false;
-    Bytes:          false false false false false;
-    WideBytes:      false false false false true;
-    BytesAffine:    false true  false false false;
-    BytesAffineK:   false true  true  false false;
-    BytesHalfK:     false false true  true  false;
+    //       bits, affine, scale codes, half groups
+    Q4_0:    4 false false false;
+    Q4_1:    4 true  false false;
+    Q4K:     4 true  true  false;
+    Q5_0:    5 false false false;
+    Q5_1:    5 true  false false;
+    Q5K:     5 true  true  false;
+    Q6K:     6 false true  true;
+    Q8_0:    8 false false false;
 }
 
 struct QuantStrip<F>(std::marker::PhantomData<F>);
@@ -163,6 +160,8 @@ impl<F: Format> StripKind for QuantStrip<F> {
 
 /// # Safety
 /// As [`StripKind::run`]; tiles `tile..tile + R` are in the strip.
+// A token's index selects from several arrays side by side.
+#[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
     strip: &Strip<'_>,
@@ -179,10 +178,8 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
     let tiles = strip.w.tiles_from(strip.segment, tile, R);
     let weights = tiles.as_ptr();
     let codes_offset = strip.segment.codes_offset;
-    let scale_size = if F::WIDE_SCALES { 4 } else { 2 };
-    let planes = if F::AFFINE || F::HALF_GROUPS { 2 } else { 1 };
-    let codes_step = if F::NIBBLES { 256 } else { 512 };
-    let scales_step = planes * LANES * scale_size;
+    let codes_step = const { codes_per_group_of_bits(F::BITS) };
+    let tile_lines = tile_bytes / 64;
     // The first token tile brings the weights in, the others find them in the cache.
     let ahead = if strip.token == 0 { R * tile_bytes } else { 0 };
     // SAFETY: for the whole loop: a tile holds the scales and codes of all groups, as packed, and the activations hold
@@ -193,96 +190,84 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
             let x = x_codes.add(g * T * GROUP);
             let x_scales = x_scales.add(g * T);
             let sums = x_sums.add(2 * g * T);
-            let scales: [*const u8; R] =
-                std::array::from_fn(|r| weights.wrapping_add(r * tile_bytes + g * scales_step));
+            let mut scales = [load_scales::<S, F>(weights, g); R];
+            for r in 1..R {
+                scales[r] = load_scales::<S, F>(weights.wrapping_add(r * tile_bytes), g);
+            }
             let codes: [*const u8; R] = std::array::from_fn(|r| {
                 weights.wrapping_add(r * tile_bytes + codes_offset + g * codes_step)
             });
             if ahead > 0 {
                 for r in 0..R {
-                    let step = codes_step + scales_step;
-                    let at = weights.wrapping_add(r * tile_bytes + g * step + ahead);
-                    for line in 0..step.div_ceil(64) {
-                        S::prefetch(at.wrapping_add(line * 64));
+                    let next = weights.wrapping_add(r * tile_bytes + ahead);
+                    for line in tile_lines * g / groups..tile_lines * (g + 1) / groups {
+                        S::prefetch(next.wrapping_add(line * 64));
                     }
                 }
             }
             let mut dot = [[S::splat_i(0); T]; R];
             if !F::AFFINE {
                 for t in 0..T {
-                    let sum = *sums.add(2 * t)
-                        + if F::HALF_GROUPS {
-                            0
-                        } else {
-                            *sums.add(2 * t + 1)
-                        };
+                    let second = if F::HALF_GROUPS {
+                        0
+                    } else {
+                        *sums.add(2 * t + 1)
+                    };
+                    let start = S::splat_i(-zero_point * (*sums.add(2 * t) + second));
                     for dot in &mut dot {
-                        dot[t] = S::splat_i(-zero_point * sum);
+                        dot[t] = start;
                     }
                 }
             }
-            if F::NIBBLES {
-                for i in 0..4 {
-                    let lines: [S::B; R] =
-                        std::array::from_fn(|r| S::load_codes(codes[r].add(64 * i)));
-                    let low = lines.map(|line| S::low_nibbles(line));
+            for step in 0..8 {
+                // Lines that share a load follow each other, unless the first half of the columns goes first.
+                let line = if F::HALF_GROUPS || F::BITS == 8 {
+                    step
+                } else {
+                    step / 2 + step % 2 * 4
+                };
+                if F::HALF_GROUPS && step == 4 {
                     for t in 0..T {
-                        let x = S::broadcast_codes(x.add(t * GROUP + 4 * i));
+                        let dx = S::splat(*x_scales.add(t));
+                        let start = S::splat_i(-zero_point * *sums.add(2 * t + 1));
                         for r in 0..R {
-                            dot[r][t] = S::dot::<false>(dot[r][t], low[r], x);
-                        }
-                    }
-                    let high = lines.map(|line| S::high_nibbles(line));
-                    for t in 0..T {
-                        let x = S::broadcast_codes(x.add(t * GROUP + 4 * i + 16));
-                        for r in 0..R {
-                            dot[r][t] = S::dot::<false>(dot[r][t], high[r], x);
+                            let both = S::mul(scales[r].first, dx);
+                            acc[r][t] = S::fma(both, S::to_float(dot[r][t]), acc[r][t]);
+                            dot[r][t] = start;
                         }
                     }
                 }
-            } else {
-                for i in 0..8 {
-                    if F::HALF_GROUPS && i == 4 {
-                        for t in 0..T {
-                            let dx = S::splat(*x_scales.add(t));
-                            let sum = S::splat_i(-zero_point * *sums.add(2 * t + 1));
-                            for r in 0..R {
-                                let both = S::mul(load_scale::<S, F>(scales[r]), dx);
-                                acc[r][t] = S::fma(both, S::to_float(dot[r][t]), acc[r][t]);
-                                dot[r][t] = sum;
-                            }
-                        }
-                    }
-                    let lines: [S::B; R] =
-                        std::array::from_fn(|r| S::load_codes(codes[r].add(64 * i)));
-                    for t in 0..T {
-                        let x = S::broadcast_codes(x.add(t * GROUP + 4 * i));
-                        for r in 0..R {
-                            dot[r][t] = if F::WIDE_CODES {
-                                S::dot::<true>(dot[r][t], lines[r], x)
-                            } else {
-                                S::dot::<false>(dot[r][t], lines[r], x)
-                            };
-                        }
+                // Loops instead of closures: a closure that is not inlined loses the instruction set.
+                let mut w = [load_line::<S, F>(codes[0], line); R];
+                for r in 1..R {
+                    w[r] = load_line::<S, F>(codes[r], line);
+                }
+                for t in 0..T {
+                    let x = S::broadcast_codes(x.add(t * GROUP + 4 * line));
+                    for r in 0..R {
+                        dot[r][t] = if F::BITS == 8 {
+                            S::dot::<true>(dot[r][t], w[r], x)
+                        } else {
+                            S::dot::<false>(dot[r][t], w[r], x)
+                        };
                     }
                 }
             }
             for r in 0..R {
-                let half = if F::HALF_GROUPS {
-                    LANES * scale_size
+                let scale = if F::HALF_GROUPS {
+                    scales[r].second
                 } else {
-                    0
+                    scales[r].first
                 };
-                let scale = load_scale::<S, F>(scales[r].add(half));
                 for t in 0..T {
                     let both = S::mul(scale, S::splat(*x_scales.add(t)));
                     acc[r][t] = S::fma(both, S::to_float(dot[r][t]), acc[r][t]);
                 }
                 if F::AFFINE {
-                    let min = load_scale::<S, F>(scales[r].add(LANES * scale_size));
                     let scaled_sums = x_scaled_sums.add(g * T);
                     for t in 0..T {
-                        acc[r][t] = S::fma(min, S::splat(*scaled_sums.add(t)), acc[r][t]);
+                        let sum = S::splat(*scaled_sums.add(t));
+                        acc[r][t] = S::fma(scales[r].second, sum, acc[r][t]);
                     }
                 }
             }
@@ -293,16 +278,76 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
     }
 }
 
+/// A group's scale, and its minimum or the scale of its second half.
+#[derive(Clone, Copy)]
+struct Scales<S: Simd> {
+    first: S::F,
+    second: S::F,
+}
+
 /// # Safety
-/// 16 scales of the format are readable.
+/// `tile` is a tile of the format with more than `g` groups, and the processor has `S`'s instruction set.
 #[inline(always)]
-unsafe fn load_scale<S: Simd, F: Format>(from: *const u8) -> S::F {
-    // SAFETY: the caller's promise.
+unsafe fn load_scales<S: Simd, F: Format>(tile: *const u8, g: usize) -> Scales<S> {
+    let two = F::AFFINE || F::HALF_GROUPS;
+    // SAFETY: the layout in `matrix`: factors in front of the pairs of codes of 8 groups, or one or two rows of f16.
     unsafe {
-        if F::WIDE_SCALES {
-            S::load(from.cast())
+        if F::SCALE_CODES {
+            let block = tile.add(g / 8 * const { block_k_scales_of(F::AFFINE) });
+            let factors = LANES * if F::AFFINE { 4 } else { 2 };
+            let codes = block.add(factors + g % 8 * 2 * LANES).cast::<i8>();
+            let factor = S::load_f16(block.cast());
+            let second = if F::AFFINE {
+                S::load_f16(block.add(2 * LANES).cast())
+            } else {
+                factor
+            };
+            return Scales {
+                first: S::mul(factor, S::load_i8(codes)),
+                second: S::mul(second, S::load_i8(codes.add(LANES))),
+            };
+        }
+        let at = tile.add(g * LANES * if two { 4 } else { 2 });
+        let first = S::load_f16(at.cast());
+        Scales {
+            first,
+            second: if two {
+                S::load_f16(at.add(2 * LANES).cast())
+            } else {
+                first
+            },
+        }
+    }
+}
+
+/// The codes of four columns: line 0 to 7 of a group.
+///
+/// # Safety
+/// `group` is a group's codes in the format, and the processor has `S`'s instruction set.
+#[inline(always)]
+unsafe fn load_line<S: Simd, F: Format>(group: *const u8, line: usize) -> S::B {
+    // SAFETY: the layout in `matrix`.
+    unsafe {
+        if F::BITS == 8 {
+            return S::load_codes(group.add(64 * line));
+        }
+        let both = S::load_codes(group.add(64 * (line % 4)));
+        let low = if line < 4 {
+            S::low_nibbles(both)
         } else {
-            S::load_f16(from.cast())
+            S::high_nibbles(both)
+        };
+        // Moves the bits to position 4.
+        let (plane, at, mask) = match F::BITS {
+            5 => (0, line, 0x10),
+            6 => (line / 4, line % 4 * 2, 0x30),
+            _ => return low,
+        };
+        let bits = S::load_codes(group.add(256 + 64 * plane));
+        if at <= 4 {
+            S::or_bits(low, S::shift_left(bits, 4 - at as u32), mask)
+        } else {
+            S::or_bits(low, S::shift_right(bits, at as u32 - 4), mask)
         }
     }
 }

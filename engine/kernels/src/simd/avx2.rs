@@ -194,6 +194,37 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn shift_left(x: Self::B, by: u32) -> Self::B {
+        let by = _mm_cvtsi32_si128(by as i32);
+        [_mm256_sll_epi16(x[0], by), _mm256_sll_epi16(x[1], by)]
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(x: Self::B, by: u32) -> Self::B {
+        let by = _mm_cvtsi32_si128(by as i32);
+        [_mm256_srl_epi16(x[0], by), _mm256_srl_epi16(x[1], by)]
+    }
+
+    #[inline(always)]
+    unsafe fn or_bits(x: Self::B, bits: Self::B, mask: u8) -> Self::B {
+        let mask = _mm256_set1_epi8(mask as i8);
+        [
+            _mm256_or_si256(x[0], _mm256_and_si256(bits[0], mask)),
+            _mm256_or_si256(x[1], _mm256_and_si256(bits[1], mask)),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self::F {
+        let bytes = _mm_loadu_si128(from.cast());
+        let high = _mm_unpackhi_epi64(bytes, bytes);
+        [
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(high)),
+        ]
+    }
+
+    #[inline(always)]
     unsafe fn broadcast_codes(from: *const i8) -> Self::I {
         [_mm256_set1_epi32(from.cast::<i32>().read_unaligned()); 2]
     }

@@ -160,6 +160,26 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn shift_left(x: Self::B, by: u32) -> Self::B {
+        _mm512_sll_epi16(x, _mm_cvtsi32_si128(by as i32))
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(x: Self::B, by: u32) -> Self::B {
+        _mm512_srl_epi16(x, _mm_cvtsi32_si128(by as i32))
+    }
+
+    #[inline(always)]
+    unsafe fn or_bits(x: Self::B, bits: Self::B, mask: u8) -> Self::B {
+        _mm512_or_si512(x, _mm512_and_si512(bits, _mm512_set1_epi8(mask as i8)))
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self::F {
+        _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
+    }
+
+    #[inline(always)]
     unsafe fn broadcast_codes(from: *const i8) -> Self::I {
         _mm512_set1_epi32(from.cast::<i32>().read_unaligned())
     }

@@ -159,6 +159,27 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn shift_left(x: Self::B, by: u32) -> Self::B {
+        x.map(|x| x << by)
+    }
+
+    #[inline(always)]
+    unsafe fn shift_right(x: Self::B, by: u32) -> Self::B {
+        x.map(|x| x >> by)
+    }
+
+    #[inline(always)]
+    unsafe fn or_bits(x: Self::B, bits: Self::B, mask: u8) -> Self::B {
+        std::array::from_fn(|i| x[i] | bits[i] & mask)
+    }
+
+    #[inline(always)]
+    unsafe fn load_i8(from: *const i8) -> Self::F {
+        // SAFETY: 16 bytes are readable, by the trait's contract.
+        unsafe { from.cast::<[i8; LANES]>().read() }.map(f32::from)
+    }
+
+    #[inline(always)]
     unsafe fn broadcast_codes(from: *const i8) -> Self::I {
         // SAFETY: 4 bytes are readable, by the trait's contract.
         let quad = unsafe { from.cast::<[u8; 4]>().read() };
