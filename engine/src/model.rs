@@ -13,6 +13,7 @@
 //! config               what the decoder computes
 //! tokenizer            what the text layer needs
 //! weights              tensors -> packed matrices
+//! weight_format        what a matrix becomes on the way
 //! ```
 
 pub mod config;
@@ -23,6 +24,7 @@ mod gguf;
 mod safetensors;
 mod tensors;
 mod tokenizer;
+mod weight_format;
 pub mod weights;
 
 use std::path::Path;
@@ -36,6 +38,7 @@ use serde_json::{Map, Value};
 
 pub use config::ModelConfig;
 pub use error::Error;
+pub use weight_format::WeightFormat;
 pub use weights::{CpuWeights, LayerWeights, Weights};
 
 use family::Family;
@@ -45,6 +48,10 @@ use tensors::Tensors;
 /// that may change a bit of K, V or logits.
 const ARITHMETIC: &[u8] =
     b"baton arithmetic 1: int8 activations per 32, f32 sums in K order, kv tiles of 256";
+
+/// Names how weights are converted at load. Bumped with every change that may change a
+/// bit of a converted weight.
+const CONVERSION: &[u8] = b"baton weights 1: Q8_0, Q4_1 by least squares";
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
@@ -56,6 +63,8 @@ const DIGEST_CHUNK_BYTES: usize = 4 << 20;
 pub struct LoadOptions {
     /// Shortens the context the files allow, and with it the RoPE tables.
     pub context_max: Option<u32>,
+    /// What the matrices become while they are loaded.
+    pub weights: WeightFormat,
 }
 
 /// A loaded model. Immutable; shared by every engine of a process.
@@ -66,6 +75,8 @@ pub struct Model {
     digest: [u8; 32],
     parameters: u64,
     formats: String,
+    /// The load-time format, where it changed a matrix.
+    converted: Option<WeightFormat>,
 }
 
 impl std::fmt::Debug for Model {
@@ -163,19 +174,24 @@ impl Model {
         self.weights.step_bytes()
     }
 
-    /// Weight formats and how many tensors have each, as `F32:61,Q4_1:210,Q8_0:1`.
+    /// Weight formats as loaded and how many tensors have each, as `F32:61,Q4_1:210,Q8_0:1`.
     pub fn formats(&self) -> &str {
         &self.formats
     }
 
-    /// What two workers must share for their K and V to be interchangeable.
+    /// What two workers must share for their K and V to be interchangeable: the files,
+    /// what the weights became, the arithmetic, and the type of K and V.
     pub fn numerics(&self, kv_dtype: KvDtype) -> NumericsId {
-        NumericsId::derive(&[
+        let mut parts: Vec<&[u8]> = vec![
             &self.digest,
             self.formats.as_bytes(),
             ARITHMETIC,
             kv_dtype.name().as_bytes(),
-        ])
+        ];
+        if let Some(format) = self.converted {
+            parts.extend([format.name().as_bytes(), CONVERSION]);
+        }
+        NumericsId::derive(&parts)
     }
 
     /// How K and V of this model lie in pools of such blocks.
@@ -191,13 +207,23 @@ impl Model {
         }
     }
 
+    /// Name, digest and, where it changed a matrix, the load-time format: workers whose
+    /// weights differ are never of one pool, and those of a file that already has the
+    /// format asked for still are.
+    fn revision(&self, name: &str) -> ModelRevision {
+        let format = self
+            .converted
+            .map_or_else(String::new, |format| format!("+{format}"));
+        ModelRevision(format!("{name}@{}{format}", &self.digest_hex()[..16]))
+    }
+
     /// What routers and peers need to know about this model under `name`.
     pub fn card(&self, name: &str, layout: KvLayout) -> ModelCard {
         let spec = serde_json::to_vec(&self.tokenizer)
             .expect("plain data without maps of non-string keys");
         ModelCard {
             name: name.to_owned(),
-            revision: ModelRevision(format!("{name}@{}", &self.digest_hex()[..16])),
+            revision: self.revision(name),
             architecture: self.config.architecture.clone(),
             vocab_size: self.config.vocab as u32,
             tokenizer_size: self.tokenizer.tokens.len() as u32,
@@ -327,10 +353,18 @@ fn load(
         config.context_max = config.context_max.min(context_max);
     }
     let parameters = tensors.elements();
-    let formats = tensors.formats();
+    let formats = tensors.formats(options.weights);
+    let converted = (formats != tensors.formats(WeightFormat::Keep)).then_some(options.weights);
     let (weights, digest) = std::thread::scope(|scope| {
         let digest = scope.spawn(|| digest(&digested));
-        let weights = weights::load(&config, names, norm_offset, tensors, progress);
+        let weights = weights::load(
+            &config,
+            names,
+            norm_offset,
+            options.weights,
+            tensors,
+            progress,
+        );
         (weights, digest.join().expect("hashing does not panic"))
     });
     Ok(Arc::new(Model {
@@ -340,6 +374,7 @@ fn load(
         digest,
         parameters,
         formats,
+        converted,
     }))
 }
 

@@ -37,6 +37,12 @@ pub enum Error {
     TooLarge,
     #[error("the system refused `{bytes}` bytes of memory for weights: `{reason}`")]
     Memory { bytes: usize, reason: String },
+    #[error("`{ty}` weights are not made here, only Q8_0 and Q4_1")]
+    NotMade { ty: &'static str },
+    #[error("element {at} is not a finite number and cannot be quantised")]
+    NotFinite { at: usize },
+    #[error("element {at} is too large for a 16-bit scale and cannot be quantised")]
+    WeightTooLarge { at: usize },
     #[error("a KV block of `{block_size}` positions is not a multiple of 16")]
     KvBlockSize { block_size: u32 },
     #[error("a head of `{head_dim}` dimensions is not a positive multiple of 16")]

@@ -51,6 +51,7 @@ mod matrix;
 mod memory;
 mod pool;
 mod quantize;
+mod quantize_weights;
 #[doc(hidden)]
 pub mod reference;
 mod rope;
@@ -68,5 +69,6 @@ pub use kv::{KV_SPAN, KvDtype, KvShape, KvView};
 pub use linear::{Input, Output};
 pub use matrix::{MatrixSource, PackedMatrix};
 pub use memory::WeightMemory;
+pub use quantize_weights::quantize_weights;
 pub use rope::{RopePairing, RopeTable};
 pub use scratch::Scratch;

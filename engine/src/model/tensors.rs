@@ -11,6 +11,7 @@ use std::path::{Path, PathBuf};
 use baton_kernels::{MatrixSource, WeightType, dequantize};
 
 use super::error::Error;
+use super::weight_format::WeightFormat;
 
 /// One tensor of a file. `dims` has the slowest dimension first.
 #[derive(Clone, Debug)]
@@ -71,11 +72,18 @@ impl<'a> Tensors<'a> {
             .sum()
     }
 
-    /// Number of tensors per weight format, as `Q4_1:210,Q8_0:1`.
-    pub(crate) fn formats(&self) -> String {
+    /// Number of tensors per weight type once matrices are loaded as `format`, as
+    /// `Q4_1:210,Q8_0:1`.
+    pub(crate) fn formats(&self, format: WeightFormat) -> String {
         let mut counts: BTreeMap<&str, usize> = BTreeMap::new();
         for tensor in self.left.values() {
-            *counts.entry(tensor.ty.name()).or_default() += 1;
+            let is_matrix = tensor.dims.len() == 2;
+            let ty = if is_matrix {
+                format.of(tensor.ty)
+            } else {
+                tensor.ty
+            };
+            *counts.entry(ty.name()).or_default() += 1;
         }
         let parts: Vec<String> = counts
             .iter()

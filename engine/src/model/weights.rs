@@ -2,19 +2,22 @@
 //! the kernels read.
 //!
 //! Matrices that read the same input are stacked into one (q over k over v, gate
-//! over up), each source keeping its own format; quantised weights stay quantised.
+//! over up), each source keeping its own format unless [`WeightFormat`] asks for
+//! another; then each is converted on its own, right before it is packed.
 //! Heads that are not whole vectors are padded with zeros on the way (see
 //! [`ModelConfig::head_dim_stored`]).
 //! A tied output matrix is the embedding matrix: one copy serves both.
 
+use std::borrow::Cow;
 use std::path::Path;
 
-use baton_kernels::{MatrixSource, PackedMatrix, RopeTable, WeightMemory};
+use baton_kernels::{MatrixSource, PackedMatrix, RopeTable, WeightMemory, WeightType};
 
 use super::config::ModelConfig;
 use super::error::Error;
 use super::family::{Names, UNNEEDED};
 use super::tensors::Tensors;
+use super::weight_format::{self, WeightFormat};
 
 /// Rotation angles may always take this much, and as much as the weights beyond it.
 const ROPE_BYTES_ALWAYS: u64 = 32 << 20;
@@ -80,40 +83,45 @@ impl CpuWeights {
     }
 }
 
-/// Packs the tensors of a whole model. `norm_offset` is added to every norm weight.
+/// Packs the tensors of a whole model, its matrices as `format` says. `norm_offset` is
+/// added to every norm weight.
 ///
 /// # Errors
 /// [`Error::Tensor`] for a missing, misshapen or unused tensor, [`Error::Pack`]
-/// for a format that does not fit its shape.
+/// for a format that does not fit its shape, or a weight that does not fit its format.
 pub(crate) fn load(
     config: &ModelConfig,
     names: &Names,
     norm_offset: f32,
+    format: WeightFormat,
     mut tensors: Tensors<'_>,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<CpuWeights, Error> {
     let total = tensors.bytes();
-    let mut done = move |tensors: &Tensors<'_>| progress(total - tensors.bytes(), total);
     check_rope_bytes(tensors.origin(), config, total)?;
     let ropes = ropes(tensors.origin(), config)?;
     let mut loader = Loader {
         config,
         names,
         norm_offset,
+        format,
         tensors: &mut tensors,
         memory: WeightMemory::new(),
         layer: 0,
+        total,
+        reported: 0,
+        progress,
     };
 
     let output = loader.output()?;
     let embedding = loader.matrix(&[(names.embedding, config.vocab)], config.hidden)?;
     let output_norm = loader.norm(names.output_norm, config.hidden)?;
-    done(loader.tensors);
+    loader.report();
     let mut layers = Vec::with_capacity(config.layers.len());
     for layer in 0..config.layers.len() {
         loader.layer = layer;
         layers.push(loader.layer()?);
-        done(loader.tensors);
+        loader.report();
     }
     tensors.finish(UNNEEDED)?;
     Ok(Weights {
@@ -166,32 +174,108 @@ struct Loader<'l, 'a> {
     config: &'l ModelConfig,
     names: &'l Names,
     norm_offset: f32,
+    format: WeightFormat,
     tensors: &'l mut Tensors<'a>,
     memory: WeightMemory,
     layer: usize,
+    /// Bytes of all tensors, and those last reported as dealt with.
+    total: u64,
+    reported: u64,
+    progress: &'l mut dyn FnMut(u64, u64),
 }
 
-impl Loader<'_, '_> {
+/// One matrix of the file, perhaps converted or padded.
+struct Source<'a> {
+    ty: WeightType,
+    rows: usize,
+    cols: usize,
+    bytes: Cow<'a, [u8]>,
+}
+
+impl Source<'_> {
+    fn borrowed(&self) -> MatrixSource<'_> {
+        MatrixSource {
+            ty: self.ty,
+            rows: self.rows,
+            cols: self.cols,
+            bytes: &self.bytes,
+        }
+    }
+}
+
+impl<'a> Loader<'_, 'a> {
+    /// Says how many bytes of the files are dealt with.
+    fn report(&mut self) {
+        self.reported = self.total - self.tensors.bytes();
+        (self.progress)(self.reported, self.total);
+    }
+
     fn name(&self, part: &str, kind: &str) -> String {
         format!("{}.{kind}", part.replace("{}", &self.layer.to_string()))
     }
 
+    fn take(&mut self, part: &str, rows: usize, cols: usize) -> Result<Source<'a>, Error> {
+        let name = self.name(part, "weight");
+        let source = self.tensors.take_matrix(&name, rows, cols)?;
+        Ok(Source {
+            ty: source.ty,
+            rows,
+            cols,
+            bytes: Cow::Borrowed(source.bytes),
+        })
+    }
+
+    /// A matrix in the type that the format makes of its own.
+    fn converted(&mut self, part: &str, source: Source<'a>) -> Result<Source<'a>, Error> {
+        let to = self.format.of(source.ty);
+        self.convert(part, source, to)
+    }
+
+    fn convert(
+        &mut self,
+        part: &str,
+        source: Source<'a>,
+        to: WeightType,
+    ) -> Result<Source<'a>, Error> {
+        if source.ty == to {
+            return Ok(source);
+        }
+        let (whole, total) = (source.bytes.len() as u64, self.total);
+        let taken = total - self.tensors.bytes();
+        let mut progress = |done: u64| {
+            // A padded copy is longer than what it was made from, so this may fall behind.
+            self.reported = self.reported.max((taken + done).saturating_sub(whole));
+            (self.progress)(self.reported, total);
+        };
+        let bytes = weight_format::convert(&source.borrowed(), to, &mut progress);
+        Ok(Source {
+            ty: to,
+            bytes: Cow::Owned(bytes.map_err(|error| self.refusal(part, error))?),
+            ..source
+        })
+    }
+
+    fn refusal(&self, part: &str, source: baton_kernels::Error) -> Error {
+        Error::Pack {
+            path: self.tensors.origin().to_owned(),
+            tensor: self.name(part, "weight"),
+            source,
+        }
+    }
+
     /// One matrix of the sources `(name, rows)` stacked.
     fn matrix(&mut self, parts: &[(&str, usize)], cols: usize) -> Result<PackedMatrix, Error> {
-        let mut sources: Vec<MatrixSource<'_>> = Vec::with_capacity(parts.len());
+        let mut sources = Vec::with_capacity(parts.len());
         for (part, rows) in parts {
-            let name = self.name(part, "weight");
-            sources.push(self.tensors.take_matrix(&name, *rows, cols)?);
+            let source = self.take(part, *rows, cols)?;
+            sources.push(self.converted(part, source)?);
         }
         self.pack(parts[0].0, &sources)
     }
 
-    fn pack(&mut self, part: &str, sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
-        PackedMatrix::pack_in(sources, &mut self.memory).map_err(|source| Error::Pack {
-            path: self.tensors.origin().to_owned(),
-            tensor: self.name(part, "weight"),
-            source,
-        })
+    fn pack(&mut self, part: &str, sources: &[Source<'_>]) -> Result<PackedMatrix, Error> {
+        let sources: Vec<MatrixSource<'_>> = sources.iter().map(Source::borrowed).collect();
+        PackedMatrix::pack_in(&sources, &mut self.memory).map_err(|error| self.refusal(part, error))
     }
 
     /// Queries over keys over values, each head padded by rows of zeros.
@@ -203,26 +287,17 @@ impl Loader<'_, '_> {
         }
         let mut padded = Vec::with_capacity(parts.len());
         for (part, heads) in parts {
-            let name = self.name(part, "weight");
-            let source = self.tensors.take_matrix(&name, heads * head_dim, hidden)?;
+            let source = self.take(part, heads * head_dim, hidden)?;
+            let source = self.converted(part, source)?;
             let head_bytes = source.bytes.len() / heads;
-            let bytes = pad(
-                source.bytes,
-                head_bytes,
-                head_bytes / head_dim * (stored - head_dim),
-            );
-            padded.push((source.ty, heads * stored, bytes));
+            let zeros = head_bytes / head_dim * (stored - head_dim);
+            padded.push(Source {
+                rows: heads * stored,
+                bytes: Cow::Owned(pad(&source.bytes, head_bytes, zeros)),
+                ..source
+            });
         }
-        let sources: Vec<MatrixSource<'_>> = padded
-            .iter()
-            .map(|(ty, rows, bytes)| MatrixSource {
-                ty: *ty,
-                rows: *rows,
-                cols: hidden,
-                bytes,
-            })
-            .collect();
-        self.pack(parts[0].0, &sources)
+        self.pack(parts[0].0, &padded)
     }
 
     /// The matrix behind attention; its columns for padded dimensions are zeros.
@@ -232,12 +307,16 @@ impl Loader<'_, '_> {
         if head_dim == stored {
             return self.matrix(&[(part, hidden)], heads * head_dim);
         }
-        let name = self.name(part, "weight");
-        let source = self.tensors.take_matrix(&name, hidden, heads * head_dim)?;
+        let mut source = self.take(part, hidden, heads * head_dim)?;
+        // Blocks do not end where heads do: what becomes another type is padded as floats.
+        let target = self.format.of(source.ty);
+        if target != source.ty && source.ty.is_quantized() {
+            source = self.convert(part, source, WeightType::F32)?;
+        }
         if source.ty.is_quantized() {
             return Err(Error::unsupported(
                 self.tensors.origin(),
-                format!("tensor {name}"),
+                format!("tensor {}", self.name(part, "weight")),
                 format!(
                     "{} weights with a head size of {head_dim}, not a multiple of 16",
                     source.ty.name()
@@ -245,19 +324,17 @@ impl Loader<'_, '_> {
             ));
         }
         let element = source.ty.block_bytes();
-        let bytes = pad(
-            source.bytes,
-            head_dim * element,
-            (stored - head_dim) * element,
-        );
-        self.pack(
-            part,
-            &[MatrixSource {
-                cols: heads * stored,
-                bytes: &bytes,
-                ..source
-            }],
-        )
+        let padded = Source {
+            cols: heads * stored,
+            bytes: Cow::Owned(pad(
+                &source.bytes,
+                head_dim * element,
+                (stored - head_dim) * element,
+            )),
+            ..source
+        };
+        let source = self.convert(part, padded, target)?;
+        self.pack(part, &[source])
     }
 
     fn bias(&mut self, wanted: bool, parts: &[(&str, usize)]) -> Result<Option<Vec<f32>>, Error> {

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use baton_engine::backend::CpuBackend;
 use baton_engine::decoder::{CpuExecutor, Pools};
 use baton_engine::kv::KvMemory;
-use baton_engine::model::{LoadOptions, Model, ModelConfig};
+use baton_engine::model::{LoadOptions, Model, ModelConfig, WeightFormat};
 use baton_engine::step::{
     BLOCK_NONE, Executor, LogitsWanted, PlanRow, RowInput, StepEvent, StepPlan,
 };
@@ -40,8 +40,13 @@ pub fn real_model(file: &str) -> Option<PathBuf> {
 }
 
 pub fn open(path: &std::path::Path) -> Arc<Model> {
+    open_as(path, WeightFormat::Keep)
+}
+
+pub fn open_as(path: &std::path::Path, weights: WeightFormat) -> Arc<Model> {
     let options = LoadOptions {
         context_max: Some(4096),
+        weights,
     };
     Model::open(path, &options, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
 }

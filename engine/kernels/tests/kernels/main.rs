@@ -8,6 +8,7 @@ mod elementwise;
 mod formats;
 mod linear;
 mod product;
+mod quantize_weights;
 
 use baton_kernels::{Isa, Kernels};
 
