@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use baton_engine::model::WeightFormat;
 use baton_observability::logging::LogFormat;
 use baton_proto::kv_layout::KvDtype;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
@@ -55,7 +56,8 @@ pub enum CliCommand {
     /// Talk to a model in the terminal.
     #[command(after_help = help::CHAT)]
     Chat(Box<ChatArgs>),
-    /// Measure a running server: latency, throughput, and what long prompts do to others.
+    /// Measure a running server (latency, throughput, what long prompts do to others), or
+    /// what fewer bits cost a model.
     #[command(subcommand, after_help = help::BENCH)]
     Bench(BenchCommand),
     /// Fetch, list and inspect models.
@@ -94,6 +96,20 @@ pub struct ModelArgs {
     /// Folder that fetched models are kept in [default: baton/models in the user's cache folder].
     #[arg(long, env = "BATON_CACHE_DIR", value_name = "FOLDER")]
     pub cache_dir: Option<PathBuf>,
+    #[command(flatten)]
+    pub weights: WeightArgs,
+}
+
+/// What a model becomes while it is loaded.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub struct WeightArgs {
+    /// What the weight matrices become at load: keep (as in the file), q8 (float
+    /// matrices to 8 bits, Q8_0), q4 (all wider ones to 4 bits, Q4_1, tied embedding and
+    /// output included) or f32 (dequantised, for comparisons). Workers that differ in it
+    /// are never paired.
+    #[arg(long, env = "BATON_WEIGHTS", default_value = "keep")]
+    pub weights: WeightFormat,
 }
 
 /// How an engine lays out and schedules its work.
@@ -470,7 +486,7 @@ pub enum ModelCommand {
     List(ModelListArgs),
     /// Show what is in a model: sizes, layers, tokenizer, weight formats.
     #[command(after_help = help::MODEL_INSPECT)]
-    Inspect(ModelFetchArgs),
+    Inspect(ModelInspectArgs),
 }
 
 #[derive(Clone, Debug, Args)]
@@ -486,6 +502,14 @@ pub struct ModelFetchArgs {
     /// No progress bar.
     #[arg(long, env = "BATON_QUIET")]
     pub quiet: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ModelInspectArgs {
+    #[command(flatten)]
+    pub fetch: ModelFetchArgs,
+    #[command(flatten)]
+    pub weights: WeightArgs,
 }
 
 #[derive(Clone, Debug, Args)]

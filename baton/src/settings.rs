@@ -34,7 +34,7 @@ pub struct ServedModel {
 pub fn load_model(args: &ModelArgs, quiet: bool) -> anyhow::Result<ServedModel> {
     let cache = locate::cache_folder(args.cache_dir.as_deref())?;
     let located = locate::locate(&args.model, &cache, quiet)?;
-    let model = open::open(&located, quiet)?;
+    let model = open::open(&located, args.weights.weights, quiet)?;
     let name = args.model_name.clone().unwrap_or(located.name);
     Ok(ServedModel { name, model })
 }

@@ -121,12 +121,37 @@ fn help_teaches_with_defaults_and_examples() {
     assert!(version.starts_with("baton "), "{version}");
 }
 
+/// What a model becomes at load shows in its formats and its identity, and may come from
+/// the file of settings.
+#[test]
+fn weights_are_converted_by_flag_environment_and_file() {
+    let rand = fixture("rand");
+    let inspect = |args: &[&str], env: Option<&str>| -> serde_json::Value {
+        let mut command = baton(&["model", "inspect", &rand, "--json", "--quiet"]);
+        command.args(args);
+        if let Some(value) = env {
+            command.env("BATON_WEIGHTS", value);
+        }
+        serde_json::from_str(&succeeds(&mut command)).unwrap()
+    };
+    let kept = inspect(&[], None);
+    assert_eq!(kept["weight_formats"], "BF16:39");
+    let q4 = inspect(&["--weights", "q4"], None);
+    assert_eq!(q4["weight_formats"], "BF16:9,Q4_1:30");
+    assert_ne!(q4["numerics_id_f16"], kept["numerics_id_f16"]);
+    let q8 = inspect(&[], Some("q8"));
+    assert_eq!(q8["weight_formats"], "BF16:9,Q8_0:30");
+    let file = File::new("[model.inspect]\nweights = \"q4\"\n");
+    assert_eq!(inspect(&["--config", file.path()], None), q4);
+}
+
 #[test]
 fn a_wrong_value_is_refused_with_its_flag_and_what_is_allowed() {
     let rand = fixture("rand");
     for (flag, value, allowed) in [
         ("--block-size", "24", "16, 32, 64, 128"),
         ("--kv-dtype", "f8", "f32, f16, bf16"),
+        ("--weights", "q5", "keep, f32, q8, q4"),
         ("--kv-tokens", "0", "16..=268435456"),
         ("--chunk-tokens", "0", "1..="),
         ("--decode-workers", "0", "1..=64"),

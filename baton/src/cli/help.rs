@@ -23,6 +23,8 @@ Examples:
       four workers share one copy of the weights
   baton up --prefill-workers 0
       one mixed worker instead of a split cluster
+  baton up --model ./folder --weights q4
+      quantise the weights to 4 bits while they are loaded
   BATON_KV_TOKENS=65536 baton up
       any flag by environment";
 
@@ -64,7 +66,9 @@ Inside: /clear forgets the conversation, Ctrl-C stops an answer, /quit or Ctrl-D
 pub const BENCH: &str = "\
 Examples, against a running `baton up`:
   baton bench load
-  baton bench interference";
+  baton bench interference
+Without a server, what fewer bits cost a model on a text of yours:
+  baton bench quality --text text.txt --weights keep,q8,q4";
 
 pub const MODEL: &str = "\
 Examples:

@@ -1,7 +1,7 @@
 //! `baton model`: fetch, list, inspect.
 
 use super::print;
-use crate::cli::{ModelCommand, ModelFetchArgs, ModelListArgs};
+use crate::cli::{ModelCommand, ModelFetchArgs, ModelInspectArgs, ModelListArgs};
 use crate::model::{catalogue, inspect, locate};
 
 /// Runs one of the three.
@@ -68,10 +68,10 @@ fn list(args: &ModelListArgs) -> anyhow::Result<()> {
     print(&table)
 }
 
-fn inspect(args: &ModelFetchArgs) -> anyhow::Result<()> {
-    let located = find(args)?;
-    let report = inspect::report(&located, args.quiet)?;
-    if args.json {
+fn inspect(args: &ModelInspectArgs) -> anyhow::Result<()> {
+    let located = find(&args.fetch)?;
+    let report = inspect::report(&located, args.weights.weights, args.fetch.quiet)?;
+    if args.fetch.json {
         print(&format!("{report}\n"))
     } else {
         print(&inspect::text(&report))

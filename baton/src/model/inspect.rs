@@ -1,6 +1,7 @@
 //! What is in a model: read through the engine's own loader, so that what is shown
 //! is what would run.
 
+use baton_engine::model::WeightFormat;
 use baton_proto::kv_layout::KvDtype;
 use serde_json::{Value, json};
 
@@ -11,8 +12,8 @@ use super::open;
 ///
 /// # Errors
 /// A file that cannot be loaded.
-pub fn report(located: &Located, quiet: bool) -> anyhow::Result<Value> {
-    let model = open::open(located, quiet)?;
+pub fn report(located: &Located, weights: WeightFormat, quiet: bool) -> anyhow::Result<Value> {
+    let model = open::open(located, weights, quiet)?;
     let layout = model.kv_layout(16, KvDtype::F16);
     let spec = model.tokenizer_spec();
     Ok(json!({
