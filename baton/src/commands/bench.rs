@@ -1,4 +1,4 @@
-//! `baton bench`: a load generator for a running server.
+//! `baton bench`: a load generator for a running server, and what formats cost a model.
 //!
 //! ```text
 //! flags         the command line
@@ -9,6 +9,7 @@
 //! load          many requests -> latency, throughput, goodput
 //! phases        which gaps a long prompt disturbed
 //! interference  running streams, long prompts arriving -> disturbed against quiet
+//! quality       weight and KV formats beside the same model in f32; needs no server
 //! cost          CPU time of client, server and others during a run
 //! report        tables, progress bar, JSON
 //! ```
@@ -24,6 +25,7 @@ mod interference;
 mod lengths;
 mod load;
 mod phases;
+mod quality;
 mod report;
 mod sample;
 mod workload;
@@ -31,7 +33,7 @@ mod workload;
 use anyhow::Context as _;
 
 use client::Client;
-use flags::{BenchCommand, InterferenceArgs, LoadArgs};
+use flags::{BenchCommand, InterferenceArgs, LoadArgs, QualityArgs};
 
 /// Runs one benchmark and prints its result.
 ///
@@ -45,7 +47,13 @@ pub fn run(command: BenchCommand) -> anyhow::Result<()> {
     match command {
         BenchCommand::Load(args) => runtime.block_on(run_load(&args)),
         BenchCommand::Interference(args) => runtime.block_on(run_interference(&args)),
+        BenchCommand::Quality(args) => run_quality(&args),
     }
+}
+
+fn run_quality(args: &QualityArgs) -> anyhow::Result<()> {
+    let result = quality::run(args)?;
+    report::publish(&result, &result.table(), &args.report)
 }
 
 async fn run_load(args: &LoadArgs) -> anyhow::Result<()> {

@@ -2,6 +2,8 @@
 
 use std::path::PathBuf;
 
+use baton_engine::model::WeightFormat;
+use baton_proto::kv_layout::KvDtype;
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
@@ -15,6 +17,9 @@ pub enum BenchCommand {
     /// Watch running streams while long prompts arrive, and compare their token gaps
     /// with the quiet ones.
     Interference(Box<InterferenceArgs>),
+    /// Compare weight and KV formats of a model with the same model in f32: perplexity,
+    /// top-1 agreement and divergence over a text.
+    Quality(Box<QualityArgs>),
 }
 
 /// The protocol that is spoken to the server.
@@ -154,6 +159,48 @@ pub struct InterferenceArgs {
     /// Quiet time before, between and after the injections.
     #[arg(long, env = "BATON_QUIET_MS", default_value_t = 3_000, value_parser = clap::value_parser!(u64).range(1..=3_600_000))]
     pub quiet_ms: u64,
+    #[command(flatten)]
+    pub report: ReportArgs,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct QualityArgs {
+    /// GGUF file, Hugging Face folder, short name (see `baton model list`), or
+    /// hf:owner/repo[:file].
+    #[arg(long, env = "BATON_MODEL", default_value = "smollm2-135m-instruct")]
+    pub model: String,
+    /// Folder that fetched models are kept in [default: baton/models in the user's cache folder].
+    #[arg(long, env = "BATON_CACHE_DIR", value_name = "FOLDER")]
+    pub cache_dir: Option<PathBuf>,
+    /// Plain text that is read (UTF-8).
+    #[arg(long, env = "BATON_TEXT", value_name = "FILE")]
+    pub text: PathBuf,
+    /// Weight formats to compare, comma separated: keep, q8, q4, f32. All are in memory
+    /// at once, and the f32 reference beside them.
+    #[arg(
+        long,
+        env = "BATON_WEIGHTS",
+        default_value = "keep,q8,q4",
+        value_delimiter = ','
+    )]
+    pub weights: Vec<WeightFormat>,
+    /// KV formats to compare, comma separated; every one with every weight format.
+    #[arg(
+        long,
+        env = "BATON_KV_DTYPE",
+        default_value = "f16",
+        value_delimiter = ','
+    )]
+    pub kv_dtype: Vec<KvDtype>,
+    /// Tokens that are scored.
+    #[arg(long, env = "BATON_TOKENS", default_value_t = 2_048, value_parser = clap::value_parser!(u32).range(1..=10_000_000))]
+    pub tokens: u32,
+    /// Tokens of a window; its second half is scored, the first is context.
+    #[arg(long, env = "BATON_WINDOW", default_value_t = 512, value_parser = clap::value_parser!(u32).range(16..=1 << 20))]
+    pub window: u32,
+    /// Threads [default: one per core].
+    #[arg(long, env = "BATON_THREADS", value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub threads: Option<u32>,
     #[command(flatten)]
     pub report: ReportArgs,
 }

@@ -102,7 +102,7 @@ pub async fn run(args: &InterferenceArgs, client: &Client) -> anyhow::Result<Int
         streams: (0..args.streams).map(|_| RefCell::default()).collect(),
         running: watch::Sender::new(0),
     };
-    let bar = report::requests_bar(u64::from(args.injections), args.report.quiet);
+    let bar = report::counting_bar(u64::from(args.injections), args.report.quiet);
     let stream_shape = shape(args.stream_prompt_tokens, args.stream_tokens);
     let streams = join_all((0..args.streams as usize).map(|at| {
         let seed = seed.wrapping_add(1 + at as u64).wrapping_mul(0x9E37_79B9);

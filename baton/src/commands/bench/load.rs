@@ -90,7 +90,7 @@ pub async fn run(args: &LoadArgs, client: &Client) -> anyhow::Result<LoadReport>
     let jobs = jobs(&shape, args.requests as usize, seed);
     warm_up(client, &warmup).await?;
 
-    let bar = report::requests_bar(jobs.len() as u64, args.report.quiet);
+    let bar = report::counting_bar(jobs.len() as u64, args.report.quiet);
     let clock = Clock::start();
     let meter = Meter::start(args.target.server_pid);
     let pace = Pace::of(args);

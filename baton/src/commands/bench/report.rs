@@ -55,8 +55,8 @@ impl Target {
     }
 }
 
-/// A bar that counts requests on standard error.
-pub fn requests_bar(total: u64, quiet: bool) -> ProgressBar {
+/// A bar that counts requests or tokens on standard error.
+pub fn counting_bar(total: u64, quiet: bool) -> ProgressBar {
     let target = if quiet {
         ProgressDrawTarget::hidden()
     } else {
