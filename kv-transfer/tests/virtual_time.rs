@@ -161,6 +161,18 @@ fn a_machine_that_stood_still_is_not_a_dead_peer() {
 }
 
 #[test]
+fn an_idle_lane_with_an_open_transfer_outlives_every_silence() {
+    let mut world = world(16_384);
+    let mut plan = plan(&mut world, 2);
+    plan.pushes_over = Duration::from_secs(10);
+    plan.commit_after = Some(plan.pushes_over);
+    let job = world.start(0, plan);
+    world.run(|_| false);
+    assert_eq!(world.link().connections(), 1, "the lane was given up");
+    assert_right(world, job);
+}
+
+#[test]
 fn ended_grants_are_forgotten_in_time() {
     let mut world = world(16_384);
     let plan = plan(&mut world, 2);

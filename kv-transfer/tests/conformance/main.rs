@@ -87,11 +87,48 @@ impl Over {
         }
     }
 
+    /// One run; the first ones in memory twice.
     fn run(self, kind: Kind, seed: u64) -> Verdict {
-        match self {
-            Self::Mem => mem::run(kind, seed, Protections::ALL),
-            Self::Tcp => tcp::run(kind, seed),
+        if self == Self::Tcp {
+            return tcp::run(kind, seed);
         }
+        let run = || mem::run(kind, seed, Protections::ALL);
+        let mut verdict = run();
+        if seed < REPEATED && run().trace != verdict.trace {
+            let text = "the same seed did something else";
+            verdict.wrong.push(text.to_owned());
+        }
+        verdict
+    }
+
+    /// Every run, several at a time; each kind's seconds are those of its runs together.
+    fn run_all(self, kinds: &[Kind], seeds: &[u64]) -> Vec<(Kind, Row, f64)> {
+        let threads = match self {
+            Self::Mem => std::thread::available_parallelism().map_or(1, usize::from),
+            Self::Tcp => TCP_THREADS,
+        };
+        let runs: Vec<(usize, u64)> = (0..kinds.len())
+            .flat_map(|kind| seeds.iter().map(move |seed| (kind, *seed)))
+            .collect();
+        let rows: Vec<Mutex<(Row, f64)>> = kinds.iter().map(|_| Mutex::default()).collect();
+        let next = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for _ in 0..threads {
+                scope.spawn(|| {
+                    while let Some(&(kind, seed)) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
+                        let started = Instant::now();
+                        let verdict = self.run(kinds[kind], seed);
+                        let mut row = rows[kind].lock().unwrap();
+                        row.0.add(seed, verdict);
+                        row.1 += started.elapsed().as_secs_f64();
+                    }
+                });
+            }
+        });
+        let rows = rows.into_iter().map(|row| row.into_inner().unwrap());
+        let rows = kinds.iter().copied().zip(rows);
+        rows.map(|(kind, (row, seconds))| (kind, row, seconds))
+            .collect()
     }
 }
 
@@ -159,24 +196,9 @@ fn main() -> ExitCode {
         let kinds = wanted(over);
         let seeds = arguments.seeds(runs);
         let started = Instant::now();
-        match over {
-            Over::Mem => {
-                for kind in kinds {
-                    let mut row = Row::default();
-                    let started = Instant::now();
-                    for &seed in &seeds {
-                        row.add(seed, repeated(kind, seed));
-                    }
-                    print(over, kind, &row, started.elapsed().as_secs_f64());
-                    rows.push(row);
-                }
-            }
-            Over::Tcp => {
-                for (kind, row, seconds) in in_parallel(&kinds, &seeds) {
-                    print(over, kind, &row, seconds);
-                    rows.push(row);
-                }
-            }
+        for (kind, row, seconds) in over.run_all(&kinds, &seeds) {
+            print(over, kind, &row, seconds);
+            rows.push(row);
         }
         println!(
             "{} took {:.1} s",
@@ -207,43 +229,6 @@ fn main() -> ExitCode {
         sum(|r| r.runs)
     );
     ExitCode::from(u8::from(failed > 0))
-}
-
-/// A run in memory; the first of each kind twice.
-fn repeated(kind: Kind, seed: u64) -> Verdict {
-    let mut verdict = Over::Mem.run(kind, seed);
-    if seed < REPEATED && Over::Mem.run(kind, seed).trace != verdict.trace {
-        verdict
-            .wrong
-            .push("the same seed did something else".to_owned());
-    }
-    verdict
-}
-
-/// Every run over TCP, several at a time.
-fn in_parallel(kinds: &[Kind], seeds: &[u64]) -> Vec<(Kind, Row, f64)> {
-    let runs: Vec<(usize, u64)> = (0..kinds.len())
-        .flat_map(|kind| seeds.iter().map(move |seed| (kind, *seed)))
-        .collect();
-    let rows: Vec<Mutex<(Row, f64)>> = kinds.iter().map(|_| Mutex::default()).collect();
-    let next = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        for _ in 0..TCP_THREADS {
-            scope.spawn(|| {
-                while let Some(&(kind, seed)) = runs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                    let started = Instant::now();
-                    let verdict = Over::Tcp.run(kinds[kind], seed);
-                    let mut row = rows[kind].lock().unwrap();
-                    row.0.add(seed, verdict);
-                    row.1 += started.elapsed().as_secs_f64();
-                }
-            });
-        }
-    });
-    let rows = rows.into_iter().map(|row| row.into_inner().unwrap());
-    let rows = kinds.iter().copied().zip(rows);
-    rows.map(|(kind, (row, seconds))| (kind, row, seconds))
-        .collect()
 }
 
 fn print(over: Over, kind: Kind, row: &Row, seconds: f64) {

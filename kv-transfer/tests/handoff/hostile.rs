@@ -122,7 +122,7 @@ async fn strangers_are_dropped_within_the_hello_time_and_told_nothing() {
         stream.write_all(said).unwrap();
         let started = Instant::now();
         assert_eq!(read_to_close(&stream), b"", "{said:?}");
-        assert!(started.elapsed() < Duration::from_secs(2), "{said:?}");
+        assert!(started.elapsed() < Duration::from_secs(10), "{said:?}");
     }
     assert_serves(&mut pair).await;
 }

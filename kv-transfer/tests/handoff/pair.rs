@@ -32,6 +32,8 @@ use tokio::sync::mpsc::UnboundedReceiver;
 use tunnel::Tunnel;
 
 pub const EPOCH: Epoch = Epoch(0xbeef);
+const SILENCE: Duration = Duration::from_secs(5);
+const LEASE: Duration = Duration::from_secs(8);
 pub const LAYOUT: LayoutDigest = LayoutDigest([9; 32]);
 
 /// Raw memory that lanes write while the test looks at it only when they do not.
@@ -256,11 +258,15 @@ impl Pair {
         let (source_blocks, destination_blocks) = (blocks(), blocks());
 
         let (sink, events) = event::channel();
+        // A busy machine must not look like a dead peer: tests of silence and leases set
+        // shorter ones, and what the defaults promise is tested in virtual time.
         let mut config = ReceiverConfig::new(EPOCH, LAYOUT, regions(&destination));
+        config.resume_grace = LEASE;
         receiving(&mut config);
         let receiver = Receiver::start(config, sink).unwrap();
         let mut config = DataPortConfig {
             tls: via.has_tls().then(|| port_tls(true)),
+            silence_max: SILENCE,
             ..DataPortConfig::default()
         };
         porting(&mut config);
@@ -291,9 +297,9 @@ impl Pair {
         }];
         if via.has_tls() {
             config.tls = Some(sender_tls());
-            // Handshakes without optimisation, beside other tests, take their time.
-            config.reconnect_max = Duration::from_secs(10);
         }
+        config.silence_max = SILENCE;
+        config.reconnect_max = LEASE;
         sending(&mut config);
         let sender = Sender::start(config);
         Self {

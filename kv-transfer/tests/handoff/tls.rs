@@ -43,7 +43,7 @@ async fn refused(pair: &mut Pair, target: LaneTarget) -> String {
     let _ = pair.push_all(&transfer).await;
     assert_eq!(transfer.commit(Bytes::new()).await, CommitOutcome::PeerLost);
     assert!(
-        started.elapsed() < Duration::from_secs(1),
+        started.elapsed() < Duration::from_secs(5),
         "{:?}",
         started.elapsed()
     );
@@ -219,7 +219,7 @@ async fn half_handshakes_and_noise_are_dropped_within_the_hello_time() {
         for stream in knocks {
             read_to_close(stream);
         }
-        assert!(started.elapsed() < Duration::from_secs(2));
+        assert!(started.elapsed() < Duration::from_secs(10));
         let before = pair.snapshot();
         assert_eq!(pair.hand_off(b"canary").await, CommitOutcome::Committed);
         pair.assert_equal(&before);
