@@ -16,6 +16,10 @@
 //! revoke(ticket).await                           abort(reason); quiesced().await
 //! ```
 //!
+//! Whatever happens on the way ends in the right bytes or in an error with a type, on both
+//! sides and in time; `tests/conformance` says what that is tried against. With the feature
+//! `test-support`, `mem` drives both ends in one thread, with seeded faults in virtual time.
+//!
 //! Between the two: tickets name grants, ordinals name blocks; addresses and block
 //! ids never travel. Lanes authenticate with a keyed BLAKE3 MAC over fresh nonces
 //! of both ends. A plain lane is *not* encrypted and its frames carry checksums, not

@@ -10,8 +10,8 @@
 //! ```
 //! [`Driver::step`] does what can be done now and says when to come back; the thread
 //! (or a test's scheduler) that drives it owns the waiting. Transfers share a lane by
-//! deficit round robin: whose turn it is may send [`QUANTUM_BYTES`] more, saves what a
-//! large part still lacks, and the next write goes on where the last one stopped. So a
+//! deficit round robin: whose turn it is may send [`QUANTUM_BYTES`] more, saves up for a
+//! larger part, and the next write goes on where the last one stopped. So a
 //! short prompt passes a long one, however many long ones there are.
 
 use std::net::SocketAddr;
@@ -458,7 +458,7 @@ impl Driver {
 enum Filled {
     /// Block bytes queued; none for a commit.
     Frame(u64),
-    /// Its next part is larger than what it may send now.
+    /// Its next frame is larger than what it may send now.
     Later,
     Nothing,
 }

@@ -106,7 +106,7 @@ pub struct FramePlan {
 pub enum NextFrame {
     /// Nothing now.
     Nothing,
-    /// A part larger than the bytes it may send this turn.
+    /// A frame larger than the bytes it may send this turn.
     Later,
     Frame(FramePlan),
 }
@@ -333,8 +333,8 @@ impl SenderState {
         }
     }
 
-    /// The next consecutive queued parts that the window has room for, at most `budget`
-    /// bytes of them.
+    /// The next consecutive queued parts that the window has room for, unless that are
+    /// more than `budget` bytes.
     pub fn next_frame(&mut self, budget: u64, now: Instant) -> NextFrame {
         if self.link != Link::Up || self.is_ended() || self.window_is_full() {
             return NextFrame::Nothing;
@@ -343,8 +343,8 @@ impl SenderState {
             return NextFrame::Nothing;
         };
         let (bytes_room, parts_room) = self.room();
-        let bytes_max = bytes_room.min(COALESCE_BYTES as u64).min(budget);
-        let parts_max = parts_room.min(FRAME_PARTS_MAX as usize);
+        let bytes_max = bytes_room.min(COALESCE_BYTES as u64);
+        let parts_max = parts_room.clamp(1, FRAME_PARTS_MAX as usize);
         let mut plan = FramePlan {
             range: PartRange { count: 0, ..head },
             extents: Vec::new(),
@@ -358,12 +358,12 @@ impl SenderState {
             if plan.range.count > 0 && bytes > bytes_max {
                 break;
             }
-            if bytes > budget {
-                return NextFrame::Later;
-            }
             plan.bytes = bytes;
             plan.range.count += 1;
             plan.extents.push(part.extent);
+        }
+        if plan.bytes > budget {
+            return NextFrame::Later;
         }
         for key in plan.range.keys() {
             if let Some(part) = self.parts.get_mut(&key) {
@@ -393,32 +393,31 @@ impl SenderState {
         NextFrame::Frame(plan)
     }
 
-    /// What the window has room for. With nothing in flight there is room for one part,
-    /// whatever its size.
+    /// What the window has room for: bytes and parts.
     fn room(&self) -> (u64, usize) {
         let limits = &self.limits;
         let in_flight = self.sent.saturating_sub(self.consumed);
-        let parts = limits
-            .in_flight_parts_max
-            .saturating_sub(self.in_flight_parts);
         (
             limits.in_flight_bytes_max.saturating_sub(in_flight),
-            parts.max(1),
+            limits
+                .in_flight_parts_max
+                .saturating_sub(self.in_flight_parts),
         )
     }
 
-    /// Whether the window keeps the first queued part from leaving.
+    /// Whether the window keeps the next frame from leaving. It opens again only for a
+    /// frame of some size, so that a full one does not let single parts trickle out. With
+    /// nothing in flight it is open for one part, whatever its size.
     fn window_is_full(&self) -> bool {
-        let Some(part) = self.queue.front().and_then(|range| {
-            let first = range.keys().next()?;
-            self.parts.get(&first)
-        }) else {
+        let Some(first) = self.queue.front().and_then(|range| range.keys().next()) else {
             return false;
         };
-        let in_flight = self.sent.saturating_sub(self.consumed);
-        let bytes = in_flight + u64::from(part.extent.len);
-        let over = bytes > self.limits.in_flight_bytes_max
-            || self.in_flight_parts >= self.limits.in_flight_parts_max;
+        let limits = &self.limits;
+        let len = self.parts.get(&first).map_or(0, |part| part.extent.len);
+        let bytes = (COALESCE_BYTES as u64).min(limits.in_flight_bytes_max / 2);
+        let parts = (FRAME_PARTS_MAX as usize).min(limits.in_flight_parts_max.div_ceil(2));
+        let (bytes_room, parts_room) = self.room();
+        let over = bytes_room < bytes.max(len.into()) || parts_room < parts;
         !self.in_flight.is_empty() && over
     }
 

@@ -47,8 +47,8 @@
 //! [`Protections::ALL`].
 //!
 //! # Arguments
-//! `conformance [FILTER] [--seed N] [--list]`: only kinds whose `transport::kind`
-//! contains FILTER; only the run with seed N, whatever the kind's count.
+//! `conformance [FILTER] [--seed N] [--runs N] [--list]`: only kinds whose
+//! `transport::kind` contains FILTER; only the run with seed N; N runs of each kind.
 
 mod kinds;
 mod mem;
@@ -136,6 +136,7 @@ impl Over {
 struct Arguments {
     filters: Vec<String>,
     seed: Option<u64>,
+    runs: Option<u64>,
     list: bool,
     ignored: bool,
 }
@@ -150,6 +151,7 @@ impl Arguments {
                 "--list" => found.list = true,
                 "--ignored" => found.ignored = true,
                 "--seed" => found.seed = args.next().and_then(|seed| seed.parse().ok()),
+                "--runs" => found.runs = args.next().and_then(|runs| runs.parse().ok()),
                 "--format" | "--test-threads" | "--color" | "--skip" | "-Z" => drop(args.next()),
                 flag if flag.starts_with('-') => {}
                 filter => found.filters.push(filter.to_owned()),
@@ -165,8 +167,10 @@ impl Arguments {
     }
 
     fn seeds(&self, runs: u64) -> Vec<u64> {
-        self.seed
-            .map_or_else(|| (0..runs).collect(), |seed| vec![seed])
+        match self.seed {
+            Some(seed) => vec![seed],
+            None => (0..self.runs.unwrap_or(runs)).collect(),
+        }
     }
 }
 

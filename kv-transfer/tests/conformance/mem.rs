@@ -373,6 +373,7 @@ fn cancel(seed: u64, protections: Protections, rng: &mut StdRng) -> Verdict {
     if rng.random_bool(0.3) {
         return cancel_inside(world, main, rng.random_range(0..clean.steps / 2 + 1));
     }
+    lose_a_last_word(&world, rng);
     let step = rng.random_range(0..=clean.steps);
     world.run(|world| world.steps >= step);
     let over = world.jobs[main].receiver_end.is_some();
@@ -448,6 +449,21 @@ fn cancel_inside(mut world: World, main: usize, after: u64) -> Verdict {
     verdict
 }
 
+/// Sometimes the first of a side's last words does not arrive.
+fn lose_a_last_word(world: &World, rng: &mut StdRng) {
+    let (direction, kind) = match rng.random_range(0..6) {
+        0 => (Direction::Forth, FrameKind::Abort),
+        1 => (Direction::Back, FrameKind::Refused),
+        2 => (Direction::Back, FrameKind::Aborted),
+        _ => return,
+    };
+    world.link().inject(Fault {
+        direction,
+        frame: Frame::Control(kind, 0),
+        hurt: Hurt::Drop,
+    });
+}
+
 /// A deadline passes while the bytes come.
 fn lease_end(seed: u64, protections: Protections, rng: &mut StdRng) -> Verdict {
     let clean = clean(seed);
@@ -458,6 +474,7 @@ fn lease_end(seed: u64, protections: Protections, rng: &mut StdRng) -> Verdict {
         1 => plan.sent_deadline = part_way,
         _ => plan.deadline = Duration::from_millis(400),
     });
+    lose_a_last_word(&world, rng);
     if who == 2 {
         // The rest of the frame comes when the lease is over, and the lane still lives:
         // what is held is short against the silence limit.

@@ -211,6 +211,7 @@ pub struct World {
     events: Arc<Mutex<Vec<Event>>>,
     pub address: SocketAddr,
     pub in_flight_parts_max: usize,
+    lanes_per_peer: usize,
 }
 
 impl World {
@@ -239,6 +240,7 @@ impl World {
         let mut world = Self::shaped(seed, shape, protections);
         world.rng = rng;
         world.in_flight_parts_max = in_flight_parts_max;
+        world.lanes_per_peer = world.rng.random_range(1..=2);
         world.link().set(conditions);
         world.add_sender();
         world
@@ -274,6 +276,7 @@ impl World {
             events,
             address,
             in_flight_parts_max: 16_384,
+            lanes_per_peer: 1,
         }
     }
 
@@ -318,6 +321,7 @@ impl World {
             prefills: Vec::new(),
             events,
             in_flight_parts_max,
+            lanes_per_peer: 1,
         };
         world.add_sender();
         world
@@ -360,6 +364,7 @@ impl World {
             }
         }
         config.in_flight_parts_max = self.in_flight_parts_max;
+        config.lanes_per_peer = self.lanes_per_peer;
         let sender = Sender::start(config);
         self.prefills.push(Prefill {
             session: sender.session(),
