@@ -144,17 +144,30 @@ impl Kernel for PrepareRow<'_> {
                 let scales = self.arrays.scales.at(at(groups) + within);
                 let scaled_sums = self.arrays.scaled_sums.at(at(groups) + within);
                 let sums = self.arrays.sums.at(at(2 * groups) + 2 * within);
-                for (g, x) in x.as_chunks::<GROUP>().0.iter().enumerate() {
-                    let group = quantize_group::<S>(x);
+                let (groups, _) = x.as_chunks::<GROUP>();
+                let (pairs, last) = groups.as_chunks::<2>();
+                let write = |g: usize, from: &Quantized, half: usize| {
+                    let group = &from.codes[half * GROUP..];
                     codes
                         .add(g * size * GROUP)
-                        .cast::<[i8; GROUP]>()
-                        .write(group.codes);
-                    scales.add(g * size).write(group.scale);
+                        .copy_from_nonoverlapping(group.as_ptr(), GROUP);
+                    let halves = [from.sums[2 * half], from.sums[2 * half + 1]];
+                    let scale = from.scales[half];
+                    scales.add(g * size).write(scale);
                     scaled_sums
                         .add(g * size)
-                        .write(group.scale * (group.sums[0] + group.sums[1]) as f32);
-                    sums.add(2 * g * size).cast::<[i32; 2]>().write(group.sums);
+                        .write(scale * (halves[0] + halves[1]) as f32);
+                    sums.add(2 * g * size).cast::<[i32; 2]>().write(halves);
+                };
+                let mut quantized = Quantized::default();
+                for (i, pair) in pairs.iter().enumerate() {
+                    quantized.set::<S>(pair);
+                    write(2 * i, &quantized, 0);
+                    write(2 * i + 1, &quantized, 1);
+                }
+                for x in last {
+                    quantized.set::<S>(&[*x, *x]);
+                    write(groups.len() - 1, &quantized, 0);
                 }
             }
         }
@@ -170,41 +183,52 @@ impl Kernel for PrepareRow<'_> {
     }
 }
 
-/// 32 values as codes, their scale, and the sums of the first and second 16 codes.
-struct Group {
-    codes: [i8; GROUP],
-    scale: f32,
-    sums: [i32; 2],
+/// Two groups of 32 values as codes, their scales, and the sums of 16 codes each.
+struct Quantized {
+    codes: [i8; 2 * GROUP],
+    scales: [f32; 2],
+    sums: [i32; 4],
 }
 
-/// # Safety
-/// The processor has `S`'s instruction set.
-#[inline(always)]
-unsafe fn quantize_group<S: Simd>(x: &[f32; GROUP]) -> Group {
-    // SAFETY: the group has 32 values, `padded` 64.
-    unsafe {
-        let (low, high) = (S::load(x.as_ptr()), S::load(x.as_ptr().add(LANES)));
-        let largest = S::max_abs(low, high);
-        let mut scale = largest / 127.0;
-        let mut inverse = 1.0 / scale;
-        // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
-        if inverse == f32::INFINITY {
-            (scale, inverse) = (0.0, 0.0);
+impl Default for Quantized {
+    fn default() -> Self {
+        Quantized {
+            codes: [0; 2 * GROUP],
+            scales: [0.0; 2],
+            sums: [0; 4],
         }
-        // Rounds to the nearest integer, ties to even, which then stands in the low mantissa bits.
-        let magic = S::splat(ROUND_MAGIC);
-        let inverse = S::splat(inverse);
-        let code = |x| S::low_bytes(S::bits(S::add(S::mul(x, inverse), magic)));
-        let mut padded = [0i8; 64];
-        padded[..16].copy_from_slice(&code(low));
-        padded[16..32].copy_from_slice(&code(high));
-        let sums = S::quarter_sums(padded.as_ptr());
-        let mut codes = [0; GROUP];
-        codes.copy_from_slice(&padded[..GROUP]);
-        Group {
-            codes,
-            scale,
-            sums: [sums[0], sums[1]],
+    }
+}
+
+impl Quantized {
+    /// # Safety
+    /// The processor has `S`'s instruction set.
+    #[inline(always)]
+    unsafe fn set<S: Simd>(&mut self, pair: &[[f32; GROUP]; 2]) {
+        for (half, x) in pair.iter().enumerate() {
+            // SAFETY: a group has 32 values, and its codes 32 places.
+            unsafe {
+                let (low, high) = (S::load(x.as_ptr()), S::load(x.as_ptr().add(LANES)));
+                let largest = S::max_abs(low, high);
+                let mut scale = largest / 127.0;
+                let mut inverse = 1.0 / scale;
+                // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
+                if inverse == f32::INFINITY {
+                    (scale, inverse) = (0.0, 0.0);
+                }
+                self.scales[half] = scale;
+                // Rounds to the nearest integer, ties to even, which then stands in the low mantissa bits.
+                let (inverse, magic) = (S::splat(inverse), S::splat(ROUND_MAGIC));
+                let to = self.codes.as_mut_ptr().add(half * GROUP);
+                let rounded = S::bits(S::add(S::mul(low, inverse), magic));
+                to.cast::<[i8; LANES]>().write(S::low_bytes(rounded));
+                let rounded = S::bits(S::add(S::mul(high, inverse), magic));
+                to.add(LANES)
+                    .cast::<[i8; LANES]>()
+                    .write(S::low_bytes(rounded));
+            }
         }
+        // SAFETY: there are 64 codes.
+        self.sums = unsafe { S::quarter_sums(self.codes.as_ptr()) };
     }
 }
