@@ -15,6 +15,7 @@ mod cpu;
 use baton_proto::TokenId;
 
 use crate::model::config::{GateActivation, Pairing};
+use crate::step_work::MatrixCost;
 
 pub use cpu::CpuBackend;
 
@@ -204,9 +205,6 @@ pub trait Backend: Send {
     /// Copies whole blocks within a group's pool: (from, to), all in range.
     fn copy_blocks(&mut self, group: usize, pairs: &[(u32, u32)]);
 
-    /// Bytes one pass over the matrix reads.
-    fn matrix_bytes(&self, matrix: &Self::Matrix) -> u64;
-
-    /// Rows and columns of a matrix.
-    fn matrix_shape(&self, matrix: &Self::Matrix) -> (usize, usize);
+    /// What the matrix costs a step.
+    fn matrix_cost(&self, matrix: &Self::Matrix) -> MatrixCost;
 }

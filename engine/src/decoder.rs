@@ -34,7 +34,7 @@ use crate::model::{LayerWeights, Model, ModelConfig, Weights};
 use crate::step::{Error, Executor, StepEvent, StepId, StepOutput, StepPlan};
 use crate::step_clock::{Calibrated, StepClock};
 use crate::step_time::DeviceRates;
-use crate::step_work::{MatrixCost, ModelCost, StepWork};
+use crate::step_work::{ModelCost, StepWork};
 use layout::StepRows;
 
 pub use layout::Pools;
@@ -150,13 +150,9 @@ impl<B: Backend> DecoderExecutor<B> {
             attention: allocate(config.q_width()),
             gate_up: allocate(2 * config.ffn),
         };
-        let cost = ModelCost::new(&config, &weights, pools.position_bytes as u64, |matrix| {
-            let (outputs, inputs) = backend.matrix_shape(matrix);
-            MatrixCost {
-                bytes: backend.matrix_bytes(matrix),
-                outputs: outputs as u64,
-                inputs: inputs as u64,
-            }
+        let position_bytes = pools.position_bytes as u64;
+        let cost = ModelCost::new(&config, &weights, position_bytes, |matrix| {
+            backend.matrix_cost(matrix)
         });
         Self {
             cost,

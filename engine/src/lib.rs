@@ -15,6 +15,7 @@
 //! step_work  what a step asks of the device: operations and bytes
 //! step_time  how long that takes, predicted and calibrated
 //! step_clock what the core foretells steps with
+//! device     what the engine's threads could do at best, measured
 //! decoder    one transformer decoder driven by data, over a backend's operations
 //! model      GGUF and safetensors files -> configuration, weights, tokenizer spec
 //! sampling   logits -> tokens
@@ -25,6 +26,7 @@ pub mod backend;
 pub mod config;
 pub mod core;
 pub mod decoder;
+pub mod device;
 pub mod engine;
 pub mod kv;
 pub mod model;

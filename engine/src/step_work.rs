@@ -12,6 +12,7 @@
 //!
 //! Plain numbers: no clock, no device. How long work takes is [`crate::step_time`]'s part.
 
+use baton_kernels::PackedMatrix;
 use baton_proto::kv_layout::{KvGroup, KvGroupKind, KvLayout};
 
 use crate::model::{Model, ModelConfig, Weights};
@@ -86,6 +87,20 @@ pub struct MatrixCost {
     pub bytes: u64,
     pub outputs: u64,
     pub inputs: u64,
+    /// Outputs whose products are of integers; the others' are of floats.
+    pub integer_outputs: u64,
+}
+
+impl MatrixCost {
+    /// The cost of a matrix as the CPU's kernels hold it.
+    pub fn of(matrix: &PackedMatrix) -> Self {
+        Self {
+            bytes: matrix.bytes() as u64,
+            outputs: matrix.rows() as u64,
+            inputs: matrix.cols() as u64,
+            integer_outputs: matrix.integer_rows() as u64,
+        }
+    }
 }
 
 /// Matrices that the same rows go through.
@@ -93,12 +108,14 @@ pub struct MatrixCost {
 struct Products {
     bytes: u64,
     ops_per_row: u64,
+    integer_ops_per_row: u64,
 }
 
 impl Products {
     fn add(&mut self, matrix: MatrixCost) {
         self.bytes += matrix.bytes;
         self.ops_per_row += 2 * matrix.outputs * matrix.inputs;
+        self.integer_ops_per_row += 2 * matrix.integer_outputs * matrix.inputs;
     }
 }
 
@@ -132,16 +149,8 @@ impl ModelCost {
     /// The cost of a loaded model whose K and V are stored as `layout` says.
     pub fn of_model(model: &Model, layout: &KvLayout) -> Self {
         let position_bytes = layout.layer_bytes() / layout.block_size.max(1) as usize;
-        Self::new(
-            model.config(),
-            model.weights(),
-            position_bytes as u64,
-            |matrix| MatrixCost {
-                bytes: matrix.bytes() as u64,
-                outputs: matrix.rows() as u64,
-                inputs: matrix.cols() as u64,
-            },
-        )
+        let (config, weights) = (model.config(), model.weights());
+        Self::new(config, weights, position_bytes as u64, MatrixCost::of)
     }
 
     /// As [`of_model`](Self::of_model), over any backend's matrices. `position_bytes`:
@@ -178,6 +187,18 @@ impl ModelCost {
             attention_ops: 4 * config.q_width() as u64,
             position_bytes,
         }
+    }
+
+    /// Share of the matrix products' operations that are of integers, 0 to 1.
+    pub fn integer_share(&self) -> f64 {
+        let all = self.body.ops_per_row + self.tail.ops_per_row;
+        let integer = self.body.integer_ops_per_row + self.tail.integer_ops_per_row;
+        integer as f64 / all.max(1) as f64
+    }
+
+    /// Bytes of all weight matrices that a decode step reads.
+    pub fn weight_bytes(&self) -> u64 {
+        self.body.bytes + self.tail.bytes
     }
 
     /// The work of a step with these rows.
@@ -245,10 +266,12 @@ mod tests {
             body: Products {
                 bytes: 1000,
                 ops_per_row: 20,
+                integer_ops_per_row: 20,
             },
             tail: Products {
                 bytes: 300,
                 ops_per_row: 6,
+                integer_ops_per_row: 0,
             },
             groups: vec![
                 GroupCost {

@@ -6,12 +6,11 @@
 //! results; the tests do.
 #![allow(unsafe_code)]
 
-use std::hint::black_box;
 use std::time::{Duration, Instant};
 
 use baton_kernels::{
-    Activation, AttentionParams, AttentionRow, Isa, Kernels, KvDtype, KvShape, KvView,
-    MatrixSource, PackedMatrix, Scratch, WeightType,
+    Activation, AttentionParams, AttentionRow, Isa, Kernels, KvDtype, KvShape, KvView, LimitMeter,
+    MatrixSource, PackedMatrix, ReadLimit, Scratch, WeightType, read_rate_at,
 };
 
 /// Best time of a call over about this long.
@@ -27,112 +26,6 @@ fn best(mut call: impl FnMut()) -> f64 {
         best = best.min(t.elapsed().as_secs_f64());
     }
     best
-}
-
-/// Runs a closure on `threads` threads and returns the time of the slowest, best of five.
-fn threaded(threads: usize, work: impl Fn(usize) + Sync) -> f64 {
-    let mut best = f64::MAX;
-    for _ in 0..5 {
-        let barrier = std::sync::Barrier::new(threads);
-        let worst = std::thread::scope(|scope| {
-            let handles: Vec<_> = (0..threads)
-                .map(|i| {
-                    let (barrier, work) = (&barrier, &work);
-                    scope.spawn(move || {
-                        barrier.wait();
-                        let t = Instant::now();
-                        work(i);
-                        t.elapsed().as_secs_f64()
-                    })
-                })
-                .collect();
-            handles
-                .into_iter()
-                .map(|h| h.join().expect("no panic"))
-                .fold(0.0, f64::max)
-        });
-        best = best.min(worst);
-    }
-    best
-}
-
-#[cfg(target_arch = "x86_64")]
-mod peak {
-    use std::arch::x86_64::*;
-    use std::hint::black_box;
-
-    const ROUNDS: usize = 2_000_000;
-    const CHAINS: usize = 12;
-
-    /// Operations (2 per multiply-add) done by one call.
-    pub const INT8_OPS: f64 = (ROUNDS * CHAINS * 128) as f64;
-    pub const F32_OPS: f64 = (ROUNDS * CHAINS * 32) as f64;
-
-    #[target_feature(enable = "avx512f,avx512vnni")]
-    pub fn int8() {
-        let mut acc = [_mm512_set1_epi32(0); CHAINS];
-        let (a, b) = (
-            black_box(_mm512_set1_epi8(3)),
-            black_box(_mm512_set1_epi8(5)),
-        );
-        for _ in 0..ROUNDS {
-            for acc in &mut acc {
-                *acc = _mm512_dpbusd_epi32(*acc, a, b);
-            }
-        }
-        black_box(acc);
-    }
-
-    #[target_feature(enable = "avx512f")]
-    pub fn f32() {
-        let mut acc = [_mm512_set1_ps(0.0); CHAINS];
-        let (a, b) = (
-            black_box(_mm512_set1_ps(0.5)),
-            black_box(_mm512_set1_ps(1e-3)),
-        );
-        for _ in 0..ROUNDS {
-            for acc in &mut acc {
-                *acc = _mm512_fmadd_ps(*acc, a, b);
-            }
-        }
-        black_box(acc);
-    }
-}
-
-/// G operations per second of int8 dot products and f32 multiply-adds; 0 where this machine has no AVX-512.
-fn peaks(threads: usize) -> (f64, f64) {
-    #[cfg(target_arch = "x86_64")]
-    if Isa::Avx512.is_available() {
-        // SAFETY: the instruction set is there.
-        let int8 = threaded(threads, |_| unsafe { peak::int8() });
-        // SAFETY: as above.
-        let f32 = threaded(threads, |_| unsafe { peak::f32() });
-        return (
-            threads as f64 * peak::INT8_OPS / int8 / 1e9,
-            threads as f64 * peak::F32_OPS / f32 / 1e9,
-        );
-    }
-    let _ = threads;
-    (0.0, 0.0)
-}
-
-/// GB/s of reading `bytes` of memory once, split over the threads.
-fn read_bandwidth(threads: usize, bytes: usize) -> f64 {
-    let memory = vec![1u64; bytes / 8];
-    let part = memory.len() / threads;
-    let passes = (256 << 20) / bytes + 1;
-    let seconds = threaded(threads, |i| {
-        for _ in 0..passes {
-            let mut sums = [0u64; 32];
-            for line in memory[i * part..(i + 1) * part].chunks_exact(32) {
-                for (sum, x) in sums.iter_mut().zip(line) {
-                    *sum ^= x;
-                }
-            }
-            black_box(sums);
-        }
-    });
-    (passes * bytes) as f64 / seconds / 1e9
 }
 
 fn weights(ty: WeightType, rows: usize, cols: usize) -> Vec<u8> {
@@ -160,13 +53,19 @@ fn main() {
     let only = args.next();
     let only = only.as_deref();
     let kernels = Kernels::new(isa, threads).expect("kernels");
-    let (int8, f32) = peaks(threads);
+    let meter = LimitMeter::new(isa, threads, &[], BUDGET).expect("a meter");
+    let limits = meter.compute().expect("threads");
+    let (int8, f32) = (
+        limits.int8_ops_per_second / 1e9,
+        limits.f32_ops_per_second / 1e9,
+    );
     println!("{isa}, {threads} threads; peak {int8:.0} Gop/s int8, {f32:.0} Gop/s f32");
-    let sizes: Vec<(usize, f64)> = [1 << 20, 8 << 20, 32 << 20, 96 << 20, 256 << 20]
-        .map(|b| (b, read_bandwidth(threads, b)))
-        .to_vec();
-    for (bytes, rate) in &sizes {
-        println!("  read {:4} MiB: {rate:.1} GB/s", bytes >> 20);
+    let sizes = meter
+        .read(&[1 << 20, 8 << 20, 32 << 20, 96 << 20, 256 << 20])
+        .expect("threads");
+    for limit in &sizes {
+        let rate = limit.bytes_per_second / 1e9;
+        println!("  read {:4} MiB: {rate:.1} GB/s", limit.bytes >> 20);
     }
 
     if only.is_none_or(|name| name == "linear") {
@@ -180,16 +79,12 @@ fn main() {
     }
 }
 
-/// Bandwidth of the smallest measured size that is not smaller.
-fn limit(sizes: &[(usize, f64)], bytes: usize) -> f64 {
-    sizes
-        .iter()
-        .find(|(size, _)| *size >= bytes)
-        .or(sizes.last())
-        .map_or(f64::NAN, |(_, rate)| *rate)
+/// GB/s at which a working set of `bytes` can be read.
+fn limit(sizes: &[ReadLimit], bytes: usize) -> f64 {
+    read_rate_at(sizes, bytes as f64) / 1e9
 }
 
-fn linear(kernels: &Kernels, int8: f64, sizes: &[(usize, f64)]) {
+fn linear(kernels: &Kernels, int8: f64, sizes: &[ReadLimit]) {
     let mut scratch = Scratch::new();
     for (ty, rows, cols) in [
         (WeightType::Q4_1, 960, 576),
@@ -243,7 +138,7 @@ fn linear(kernels: &Kernels, int8: f64, sizes: &[(usize, f64)]) {
     }
 }
 
-fn attention(kernels: &Kernels, f32: f64, sizes: &[(usize, f64)]) {
+fn attention(kernels: &Kernels, f32: f64, sizes: &[ReadLimit]) {
     let mut scratch = Scratch::new();
     for (heads, kv_heads, head_dim) in [(9, 3, 64), (4, 1, 256), (32, 8, 64)] {
         for (depth, rows) in [

@@ -44,6 +44,7 @@ mod format;
 mod isa;
 mod kernels;
 mod kv;
+mod limits;
 mod linear;
 #[doc(hidden)]
 pub mod math;
@@ -66,6 +67,7 @@ pub use format::{WeightType, dequantize};
 pub use isa::Isa;
 pub use kernels::Kernels;
 pub use kv::{KV_SPAN, KvDtype, KvShape, KvView};
+pub use limits::{ComputeLimits, LimitMeter, ReadLimit, read_rate_at};
 pub use linear::{Input, Output};
 pub use matrix::{MatrixSource, PackedMatrix};
 pub use memory::WeightMemory;

@@ -210,6 +210,12 @@ impl PackedMatrix {
         self.packed.bytes().len()
     }
 
+    /// Outputs whose products are of integers: those of quantised weights.
+    pub fn integer_rows(&self) -> usize {
+        let integer = |segment: &&Segment| segment.ty.is_quantized();
+        self.segments.iter().filter(integer).map(|s| s.rows).sum()
+    }
+
     /// One row as f32, the exact values ggml dequantises to (for the lookup in a tied embedding table).
     ///
     /// # Panics

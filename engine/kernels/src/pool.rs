@@ -306,7 +306,7 @@ fn spin_until(condition: impl Fn() -> bool) -> bool {
 }
 
 #[cfg(target_os = "linux")]
-fn pin_current_thread(core: usize) -> Result<(), Error> {
+pub(crate) fn pin_current_thread(core: usize) -> Result<(), Error> {
     use rustix::thread::{CpuSet, sched_setaffinity};
     if core >= CpuSet::MAX_CPU {
         return Err(Error::Pin {
@@ -323,7 +323,7 @@ fn pin_current_thread(core: usize) -> Result<(), Error> {
 }
 
 #[cfg(not(target_os = "linux"))]
-fn pin_current_thread(core: usize) -> Result<(), Error> {
+pub(crate) fn pin_current_thread(core: usize) -> Result<(), Error> {
     Err(Error::Pin {
         core,
         reason: "pinning is only known on Linux".to_owned(),

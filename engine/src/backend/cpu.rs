@@ -13,6 +13,7 @@ use baton_proto::TokenId;
 use super::{AttentionShape, Backend, HeadShape, Input, KvLayer, KvSlot, Output, Queries};
 use crate::kv::KvMemory;
 use crate::model::config::Pairing;
+use crate::step_work::MatrixCost;
 
 /// Rows of f32 in host memory.
 #[derive(Debug)]
@@ -300,11 +301,7 @@ impl Backend for CpuBackend {
         }
     }
 
-    fn matrix_bytes(&self, matrix: &PackedMatrix) -> u64 {
-        matrix.bytes() as u64
-    }
-
-    fn matrix_shape(&self, matrix: &PackedMatrix) -> (usize, usize) {
-        (matrix.rows(), matrix.cols())
+    fn matrix_cost(&self, matrix: &PackedMatrix) -> MatrixCost {
+        MatrixCost::of(matrix)
     }
 }
