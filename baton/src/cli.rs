@@ -13,7 +13,7 @@ use clap::{Args, Parser, Subcommand};
 
 use crate::commands::bench::flags::BenchCommand;
 
-mod help;
+pub(crate) mod help;
 
 /// A disaggregated LLM serving cluster: prefill and decode in separate pools.
 #[derive(Debug, Parser)]

@@ -67,8 +67,23 @@ pub const BENCH: &str = "\
 Examples, against a running `baton up`:
   baton bench load
   baton bench interference
-Without a server, what fewer bits cost a model on a text of yours:
+Without a server, one engine against this machine's limits:
+  baton bench engine
+and what fewer bits cost a model on a text of yours:
   baton bench quality --text text.txt --weights keep,q8,q4";
+
+pub const BENCH_ENGINE: &str = "\
+Examples:
+  baton bench engine
+      the default model: limits of the machine, prefill and decode sweeps, MFU and MBU
+  baton bench engine --model ./model.gguf --batch 1,8 --context 512 --prefill 512
+      a few points only
+  baton bench engine --threads 1 --kv-dtype f32 --kv-pool 2GiB --output engine.json
+  baton bench engine --predict --plot engine.svg
+      how well step times are predicted, with a picture
+MBU is a share of the read bandwidth measured in the same run at the step's working set,
+MFU one of the peak of the arithmetic the weights ask for (int8 for quantised ones).
+The machine should do nothing else meanwhile; the last line says what else it did.";
 
 pub const MODEL: &str = "\
 Examples:

@@ -1,4 +1,5 @@
-//! `baton bench`: a load generator for a running server, and what formats cost a model.
+//! `baton bench`: a load generator for a running server; without one, measurements of the
+//! engine alone and of what formats cost a model.
 //!
 //! ```text
 //! flags         the command line
@@ -10,16 +11,18 @@
 //! phases        which gaps a long prompt disturbed
 //! interference  running streams, long prompts arriving -> disturbed against quiet
 //! quality       weight and KV formats beside the same model in f32; needs no server
+//! engine        one engine in this process against the machine's limits
 //! cost          CPU time of client, server and others during a run
 //! report        tables, progress bar, JSON
 //! ```
 //!
 //! The client usually shares the machine with the server, so it is one thread, draws
-//! its workload beforehand and states the CPU time it took. It measures from outside
-//! only: nothing here reads a server's own metrics.
+//! its workload beforehand and states the CPU time it took. It measures servers from
+//! outside only: nothing here reads a server's own metrics.
 
 mod client;
 mod cost;
+mod engine;
 pub mod flags;
 mod interference;
 mod lengths;
@@ -48,6 +51,7 @@ pub fn run(command: BenchCommand) -> anyhow::Result<()> {
         BenchCommand::Load(args) => runtime.block_on(run_load(&args)),
         BenchCommand::Interference(args) => runtime.block_on(run_interference(&args)),
         BenchCommand::Quality(args) => run_quality(&args),
+        BenchCommand::Engine(args) => engine::run(&args),
     }
 }
 

@@ -7,7 +7,9 @@ use baton_proto::kv_layout::KvDtype;
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 
+use super::engine::flags::EngineBenchArgs;
 use super::lengths::Lengths;
+use crate::cli::help;
 
 #[derive(Clone, Debug, Subcommand)]
 pub enum BenchCommand {
@@ -20,6 +22,10 @@ pub enum BenchCommand {
     /// Compare weight and KV formats of a model with the same model in f32: perplexity,
     /// top-1 agreement and divergence over a text.
     Quality(Box<QualityArgs>),
+    /// Measure one engine alone, in this process, against the limits of the machine:
+    /// prefill and decode by batch and context, and how well step times are predicted.
+    #[command(after_help = help::BENCH_ENGINE)]
+    Engine(Box<EngineBenchArgs>),
 }
 
 /// The protocol that is spoken to the server.
