@@ -113,6 +113,7 @@ fn help_teaches_with_defaults_and_examples() {
         (["model", "inspect"], "--json"),
         (["bench", "load"], "[default: "),
         (["bench", "interference"], "[default: "),
+        (["bench", "engine"], "baton bench engine --predict"),
     ] {
         let help = succeeds(baton(&command).arg("--help"));
         assert_says(&help, &["Usage: baton", word]);
@@ -263,6 +264,111 @@ fn models_are_listed_and_inspected_as_json_and_as_text() {
     assert_eq!(report["config"]["layers"].as_array().unwrap().len(), 4);
     let facts = succeeds(&mut baton(&["model", "inspect", &rand]));
     assert_says(&facts, &["vocab_size               300\n", "config:\n"]);
+}
+
+/// A sweep of the tiny model that takes a moment.
+const SWEEP: &str = "--batch 1,3 --context 16,40,5000 --prefill 20 --prefill-depth 0,16 \
+     --rounds 2 --point-seconds 0.02 --threads 2 --block-size 16 --quiet";
+
+fn bench_engine(args: &[&str]) -> Command {
+    let mut command = baton(&["bench", "engine", "--model", &fixture("rand-swa")]);
+    command.args(SWEEP.split_whitespace()).args(args);
+    command
+}
+
+#[test]
+fn the_engine_is_measured_against_the_machine() {
+    let folder = tempfile::tempdir().unwrap();
+    let [plot, output] = ["plot.svg", "engine.json"].map(|name| folder.path().join(name));
+    let table = succeeds(
+        bench_engine(&["--predict", "--plot", plot.to_str().unwrap()])
+            .args(["--output", output.to_str().unwrap()]),
+    );
+    assert_says(
+        &table,
+        &[
+            "limits of these threads",
+            "prefill",
+            "decode",
+            "MBU",
+            "target (",
+        ],
+    );
+    let widest = table.lines().map(|line| line.chars().count()).max();
+    assert!(widest <= Some(120), "{table}");
+
+    let report: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(output).unwrap()).unwrap();
+    assert_eq!(report["setup"]["threads"], 2);
+    assert_eq!(report["setup"]["model"], "rand-swa");
+    let limits = &report["limits"];
+    assert!(limits["int8_ops_per_s"].as_f64() > Some(0.0));
+    assert!(limits["read"][0]["bytes_per_s"].as_f64() > Some(0.0));
+    let points = report["points"].as_array().unwrap();
+    let described: Vec<(&str, u64, u64, u64)> = points
+        .iter()
+        .map(|point| {
+            let number = |key: &str| point[key].as_u64().unwrap();
+            let phase = point["phase"].as_str().unwrap();
+            (
+                phase,
+                number("sequences"),
+                number("tokens"),
+                number("depth"),
+            )
+        })
+        .collect();
+    let expected = [
+        ("prefill", 1, 20, 0),
+        ("prefill", 1, 20, 16),
+        ("decode", 1, 1, 16),
+        ("decode", 1, 1, 40),
+        ("decode", 3, 1, 16),
+        ("decode", 3, 1, 40),
+    ];
+    assert_eq!(described, expected);
+    for point in points {
+        for key in ["step_ms", "tokens_per_s", "mfu", "mbu", "share_of_limit"] {
+            let value = point[key].as_f64().unwrap();
+            assert!(value.is_finite() && value > 0.0, "{key} of {point}");
+        }
+        assert!(point["steps"].as_u64() > Some(0));
+    }
+    // Three sequences read the weights once and their KV three times.
+    assert_eq!(points[2]["weight_bytes"], points[4]["weight_bytes"]);
+    let kv = |at: usize| points[at]["kv_bytes"].as_u64().unwrap();
+    assert_eq!(3 * kv(2), kv(4));
+    let skipped = report["skipped"].as_array().unwrap();
+    assert_eq!(skipped.len(), 2);
+    assert_says(skipped[0]["reason"].as_str().unwrap(), &["context"]);
+    let prediction = &report["prediction"];
+    assert_eq!(prediction["points"].as_array().unwrap().len(), 6);
+    assert!(prediction["all"]["median"].as_f64().unwrap().is_finite());
+    assert_eq!(prediction["unseen"]["points"], 3);
+
+    let svg = std::fs::read_to_string(plot).unwrap();
+    assert!(svg.starts_with("<svg ") && svg.trim_end().ends_with("</svg>"));
+    assert_eq!(svg.matches("<title>").count(), 6);
+}
+
+#[test]
+fn an_engine_bench_that_cannot_be_is_refused_by_flag() {
+    for (flags, words) in [
+        (["--batch", "0"], ["--batch", "1..=4096"]),
+        (["--prefill", "12x"], ["--prefill", "12x"]),
+        (["--rounds", "0"], ["--rounds", "1..=10000"]),
+        (["--threads", "0"], ["--threads", "1..=1024"]),
+        (["--kv-pool", "4GB"], ["--kv-pool", "1MiB..=1024GiB"]),
+        (["--point-seconds", "-1"], ["--point-seconds", "0..=3600"]),
+        (["--isa", "mmx"], ["--isa", "mmx"]),
+        (["--plot", "x.svg"], ["--plot", "--predict"]),
+    ] {
+        let said = refused(baton(&["bench", "engine"]).args(flags));
+        assert_says(&said, &words);
+    }
+    let mut nothing = baton(&["bench", "engine", "--quiet", "--model", &fixture("rand")]);
+    nothing.args(["--context", "100000", "--prefill", "100000"]);
+    assert_says(&refused(&mut nothing), &["--context", "no point", "4096"]);
 }
 
 #[test]

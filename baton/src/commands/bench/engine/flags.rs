@@ -63,7 +63,13 @@ pub struct EngineBenchArgs {
     #[arg(long, env = "BATON_ROUNDS", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000))]
     pub rounds: u32,
     /// Time after which a point is left with the steps it has, one at least.
-    #[arg(long, env = "BATON_POINT_SECONDS", default_value_t = 5.0, value_parser = seconds)]
+    #[arg(
+        long,
+        env = "BATON_POINT_SECONDS",
+        default_value_t = 5.0,
+        value_parser = seconds,
+        allow_negative_numbers = true
+    )]
     pub point_seconds: f64,
     /// Calibrate the step-time model on every other point and judge its predictions on all.
     #[arg(long, env = "BATON_PREDICT")]
