@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use baton_engine::api::{Load, StepStatistics};
+use baton_engine::step_time::DeviceRates;
 use baton_observability::labels::{Direction, FinishedReason, TransferFailure};
+use baton_observability::roofline::Peaks;
 use baton_observability::{BlockFigures, LoadFigures, StepFigures, WorkerMetrics};
 use baton_proto::sampling::FinishReason;
 
@@ -12,6 +14,16 @@ use baton_proto::sampling::FinishReason;
 pub(crate) struct Metrics(pub(crate) WorkerMetrics);
 
 impl Metrics {
+    /// What the engine's device does at best, if that is known.
+    pub(crate) fn device(&self, rates: Option<DeviceRates>) {
+        if let Some(rates) = rates {
+            self.0.record_peaks(&Peaks {
+                flops_per_second: rates.product_ops_per_second,
+                bytes_per_second: rates.bytes_per_second,
+            });
+        }
+    }
+
     pub(crate) fn step(&self, step: &StepStatistics) {
         self.0.record_step(&StepFigures {
             duration: step.duration,

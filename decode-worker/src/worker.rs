@@ -198,6 +198,7 @@ impl DecodeWorker {
                 .await
                 .map_err(|_| Error::Task("engine start"))??
         };
+        metrics.device(engine.device_rates());
 
         let epoch = Epoch(rand::random());
         let tickets = Arc::new(TicketRoutes::default());

@@ -171,6 +171,11 @@ impl<B: Backend> DecoderExecutor<B> {
         }
     }
 
+    /// The same with measured limits to foretell its steps from.
+    pub fn with_rates(self, rates: DeviceRates) -> Self {
+        Self { rates, ..self }
+    }
+
     /// What rows cost in this executor's model.
     pub fn cost(&self) -> &ModelCost {
         &self.cost

@@ -24,6 +24,7 @@ use crate::config::EngineConfig;
 use crate::core::{Core, ModelFacts, Progress};
 use crate::kv::KvMemory;
 use crate::step::Executor;
+use crate::step_time::DeviceRates;
 
 use inbox::Inbox;
 pub use inbox::SendError;
@@ -46,6 +47,7 @@ pub struct Engine {
     load: Arc<Mutex<Load>>,
     memory: Arc<KvMemory>,
     card: ModelCard,
+    rates: Option<DeviceRates>,
     thread: Mutex<Option<JoinHandle<()>>>,
 }
 
@@ -82,6 +84,7 @@ impl Engine {
             load,
             memory,
             card,
+            rates: None,
             thread: Mutex::new(Some(thread)),
         })
     }
@@ -112,6 +115,17 @@ impl Engine {
     /// The model this engine serves.
     pub fn card(&self) -> &ModelCard {
         &self.card
+    }
+
+    pub(crate) fn with_device_rates(mut self, rates: DeviceRates) -> Self {
+        self.rates = Some(rates);
+        self
+    }
+
+    /// What its device does at best with this model's work; `None` for an executor whose
+    /// device is not known.
+    pub fn device_rates(&self) -> Option<DeviceRates> {
+        self.rates
     }
 
     /// How its KV pools are laid out.

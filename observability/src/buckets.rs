@@ -50,6 +50,13 @@ pub const SEQUENCES: &[f64] = &[
 /// A share between 0 and 1.
 pub const RATIO: &[f64] = &[0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0];
 
+/// A share of a limit, 0 to 1: decode reaches percents of the arithmetic, small models a
+/// percent of the bandwidth.
+pub const UTILISATION: &[f64] = &[
+    0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.55,
+    0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0,
+];
+
 /// Real over foretold time: close around 1, where a forecast is good.
 pub const OVER_PREDICTION: &[f64] = &[
     0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 2.0, 4.0, 8.0,
@@ -108,7 +115,7 @@ mod tests {
                 }
             }
         }
-        for bounds in [TOKENS, SEQUENCES, RATIO, OVER_PREDICTION] {
+        for bounds in [TOKENS, SEQUENCES, RATIO, UTILISATION, OVER_PREDICTION] {
             assert!(bounds.windows(2).all(|pair| pair[0] < pair[1]));
         }
     }

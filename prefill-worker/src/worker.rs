@@ -160,6 +160,7 @@ impl PrefillWorker {
                 .await
                 .map_err(|_| Error::Task("engine start"))??
         };
+        metrics.device(engine.device_rates());
 
         let epoch = Epoch(rand::random());
         let sender = Sender::start(SenderConfig {

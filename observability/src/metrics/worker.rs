@@ -77,14 +77,18 @@ metric_set! {
             "Requests whose start was put off to keep a target on the gap between tokens.";
         slo_cut_steps: Counter = "baton_slo_cut_steps_total", Events, &[],
             "Steps whose prompt tokens were cut to keep a target on the gap between tokens.";
+        mfu: ByLabel<StepPhase, Histogram> = "baton_step_mfu_ratio", Ratio, buckets::UTILISATION,
+            "Model FLOP/s utilisation of a step: operations the model asked for, per second, over baton_device_peak_flops.";
+        mbu: ByLabel<StepPhase, Histogram> = "baton_step_mbu_ratio", Ratio, buckets::UTILISATION,
+            "Model bandwidth utilisation of a step: bytes it had to read, per second, over baton_device_peak_memory_bytes_per_second.";
         flops: Counter = "baton_flops_total", Flops, &[],
-            "Floating point operations the model asked for. Its rate over the peak is MFU.";
+            "Operations the model asked for, a multiply-add counting 2. Its rate over the peak and the share of time in steps is MFU.";
         memory_bytes: Counter = "baton_memory_bytes_total", Bytes, &[],
-            "Bytes of weights and KV that steps had to read. Its rate over the peak is MBU.";
+            "Bytes of weights and KV that steps had to read. Its rate over the peak and the share of time in steps is MBU.";
         peak_flops: GaugeF64 = "baton_device_peak_flops", FlopsPerSecond, &[],
-            "Floating point operations per second of the device, measured at start.";
+            "Operations per second of the worker's threads at best, measured at start: of integer dot products for quantised weights, of f32 for others, of their mix for both.";
         peak_memory_bytes: GaugeF64 = "baton_device_peak_memory_bytes_per_second", BytesPerSecond, &[],
-            "Memory bandwidth of the device, measured at start.";
+            "Reading a working set of the weights' size at best with the worker's threads, measured at start.";
         build: Info = "baton_worker_build_info", Flag, &[],
             "Always 1; the labels version and isa name the build and its kernels.";
     }

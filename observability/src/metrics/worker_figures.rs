@@ -5,6 +5,7 @@ use std::time::Duration;
 use crate::instrument::Counter;
 use crate::labels::{BlockState, StepPhase};
 use crate::metrics::WorkerMetrics;
+use crate::roofline::{Peaks, Work};
 
 /// One engine step.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -43,6 +44,12 @@ pub struct BlockFigures {
 }
 
 impl WorkerMetrics {
+    /// States what the device does at best. Steps counted before it have no utilisation.
+    pub fn record_peaks(&self, peaks: &Peaks) {
+        self.peak_flops.set(peaks.flops_per_second);
+        self.peak_memory_bytes.set(peaks.bytes_per_second);
+    }
+
     /// Counts one step.
     pub fn record_step(&self, step: &StepFigures) {
         let phase = match (step.prefill_tokens > 0, step.decode_tokens > 0) {
@@ -56,9 +63,27 @@ impl WorkerMetrics {
         self.prompt_tokens.inc_by(u64::from(step.prefill_tokens));
         self.flops.inc_by(step.flops);
         self.memory_bytes.inc_by(step.bytes);
+        self.record_utilisation(step, phase);
         if let Some(foretold) = step.foretold {
             let ratio = step.duration.as_secs_f64() / foretold.as_secs_f64().max(1e-9);
             self.step_over_prediction.observe(ratio);
+        }
+    }
+
+    fn record_utilisation(&self, step: &StepFigures, phase: StepPhase) {
+        let peaks = Peaks {
+            flops_per_second: self.peak_flops.get(),
+            bytes_per_second: self.peak_memory_bytes.get(),
+        };
+        let work = Work {
+            flops: step.flops as f64,
+            bytes: step.bytes as f64,
+        };
+        let seconds = step.duration.as_secs_f64();
+        // A step that computed nothing has no utilisation, and without peaks none has.
+        if peaks.flops_per_second > 0.0 && peaks.bytes_per_second > 0.0 && step.bytes > 0 {
+            self.mfu.get(phase).observe(peaks.mfu(&work, seconds));
+            self.mbu.get(phase).observe(peaks.mbu(&work, seconds));
         }
     }
 
@@ -100,6 +125,37 @@ fn raise(counter: &Counter, total: u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_step_is_held_against_the_peaks_once_they_are_known() {
+        let mut registry = crate::Registry::default();
+        let metrics = WorkerMetrics::new(&mut registry);
+        let step = StepFigures {
+            duration: Duration::from_millis(10),
+            decode_tokens: 4,
+            flops: 2_000_000_000,
+            bytes: 100_000_000,
+            ..StepFigures::default()
+        };
+        metrics.record_step(&step);
+        metrics.record_peaks(&Peaks {
+            flops_per_second: 1e12,
+            bytes_per_second: 20e9,
+        });
+        metrics.record_step(&step);
+        // A step of cancelled rows reads nothing.
+        metrics.record_step(&StepFigures::default());
+        let text = crate::metrics_text(&registry);
+        for line in [
+            "baton_step_mfu_ratio_count{phase=\"decode\"} 1",
+            "baton_step_mfu_ratio_sum{phase=\"decode\"} 0.2",
+            "baton_step_mbu_ratio_sum{phase=\"decode\"} 0.5",
+            "baton_flops_total 4000000000",
+            "baton_device_peak_flops 1000000000000.0",
+        ] {
+            assert!(text.contains(line), "no `{line}` in {text}");
+        }
+    }
 
     #[test]
     fn usage_counts_neither_free_nor_cached_blocks_and_totals_are_not_added_twice() {
