@@ -220,7 +220,7 @@ impl EngineReport {
             |rate| format!("f16 {:.0}", rate / 1e9),
         );
         table.line(format!(
-            "\nlimits of these threads: int8 {:.0}, f32 {:.0}, {f16} Gop/s; this model's products {:.0}",
+            "\nlimits of these threads, Gop/s: int8 {:.0}, f32 {:.0}, {f16}; of this model's products {:.0}",
             limits.int8_ops_per_s / 1e9,
             limits.f32_ops_per_s / 1e9,
             limits.product_ops_per_s / 1e9,
@@ -334,13 +334,12 @@ fn judged(table: &mut Table, prediction: &Prediction) {
         100.0 * MEDIAN_ERROR_MAX,
         100.0 * P95_ERROR_MAX
     ));
-    let terms: Vec<String> = prediction
-        .terms
-        .iter()
-        .map(|term| format!("{} {:.2}", term.name, term.coefficient))
-        .collect();
-    table.line(format!(
-        "times longer than at its limit: {}",
-        terms.join(", ")
-    ));
+    table.line("times longer than at its limit, by part of a step:".to_owned());
+    for half in prediction.terms.chunks(4) {
+        let terms: Vec<String> = half
+            .iter()
+            .map(|term| format!("{} {:.2}", term.name, term.coefficient))
+            .collect();
+        table.line(format!("  {}", terms.join(", ")));
+    }
 }
