@@ -73,7 +73,7 @@ pub fn counting_bar(total: u64, quiet: bool) -> ProgressBar {
 
 /// A bar that counts the points of a sweep and names the one at hand.
 pub fn points_bar(total: u64, quiet: bool) -> ProgressBar {
-    let bar = requests_bar(total, quiet);
+    let bar = counting_bar(total, quiet);
     bar.set_style(
         ProgressStyle::with_template("[{bar:30}] {pos}/{len} {elapsed} {msg}")
             .unwrap_or_else(|_| ProgressStyle::default_bar())
