@@ -66,6 +66,7 @@ Inside: /clear forgets the conversation, Ctrl-C stops an answer, /quit or Ctrl-D
 pub const BENCH: &str = "\
 Examples, against a running `baton up`:
   baton bench load
+  baton bench sweep --clients 1,4,16,64 --slo-itl-ms 20 --plot sweep.svg
   baton bench interference
 Without a server, one engine against this machine's limits:
   baton bench engine

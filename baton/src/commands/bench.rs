@@ -8,6 +8,7 @@
 //! client        the server under test: baton.v1 over gRPC, or /v1/completions
 //! sample        what the client saw of one request; the gaps between tokens
 //! load          many requests -> latency, throughput, goodput
+//! sweep         one load after another -> curves, compared with those of other runs
 //! phases        which gaps a long prompt disturbed
 //! interference  running streams, long prompts arriving -> disturbed against quiet
 //! quality       weight and KV formats beside the same model in f32; needs no server
@@ -31,12 +32,13 @@ mod phases;
 mod quality;
 mod report;
 mod sample;
+mod sweep;
 mod workload;
 
 use anyhow::Context as _;
 
 use client::Client;
-use flags::{BenchCommand, InterferenceArgs, LoadArgs, QualityArgs};
+use flags::{BenchCommand, InterferenceArgs, LoadArgs, QualityArgs, SweepArgs};
 
 /// Runs one benchmark and prints its result.
 ///
@@ -50,6 +52,7 @@ pub fn run(command: BenchCommand) -> anyhow::Result<()> {
     match command {
         BenchCommand::Load(args) => runtime.block_on(run_load(&args)),
         BenchCommand::Interference(args) => runtime.block_on(run_interference(&args)),
+        BenchCommand::Sweep(args) => runtime.block_on(run_sweep(&args)),
         BenchCommand::Quality(args) => run_quality(&args),
         BenchCommand::Engine(args) => engine::run(&args),
     }
@@ -69,6 +72,12 @@ async fn run_load(args: &LoadArgs) -> anyhow::Result<()> {
 async fn run_interference(args: &InterferenceArgs) -> anyhow::Result<()> {
     let client = Client::connect(&args.target).await?;
     let result = interference::run(args, &client).await?;
+    report::publish(&result, &result.table(), &args.report)
+}
+
+async fn run_sweep(args: &SweepArgs) -> anyhow::Result<()> {
+    let client = Client::connect(&args.target).await?;
+    let result = sweep::run(args, &client).await?;
     report::publish(&result, &result.table(), &args.report)
 }
 

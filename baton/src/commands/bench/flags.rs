@@ -9,6 +9,7 @@ use serde::Serialize;
 
 use super::engine::flags::EngineBenchArgs;
 use super::lengths::Lengths;
+pub use super::sweep::flags::SweepArgs;
 use crate::cli::help;
 
 #[derive(Clone, Debug, Subcommand)]
@@ -19,6 +20,9 @@ pub enum BenchCommand {
     /// Watch running streams while long prompts arrive, and compare their token gaps
     /// with the quiet ones.
     Interference(Box<InterferenceArgs>),
+    /// Offer one load after another, measure each for a fixed time, and draw latency and
+    /// throughput over the load, beside earlier results if there are any.
+    Sweep(Box<SweepArgs>),
     /// Compare weight and KV formats of a model with the same model in f32: perplexity,
     /// top-1 agreement and divergence over a text.
     Quality(Box<QualityArgs>),
@@ -211,7 +215,7 @@ pub struct QualityArgs {
     pub report: ReportArgs,
 }
 
-fn positive(text: &str) -> Result<f64, String> {
+pub(super) fn positive(text: &str) -> Result<f64, String> {
     match text.parse::<f64>() {
         Ok(value) if value.is_finite() && value > 0.0 => Ok(value),
         _ => Err("give a number above 0".to_owned()),

@@ -7,7 +7,7 @@ use std::time::Duration;
 use baton_observability::latency::{RequestLatency, Slo, Summary, goodput};
 use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt as _};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::client::Client;
 use super::cost::{Cost, Meter};
@@ -17,7 +17,7 @@ use super::sample::{Clock, Failures, Gap, Sample, gaps};
 use super::workload::{Job, Shape, jobs, poisson_arrivals};
 
 /// When requests are sent.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Pace {
     /// Open loop, requests per second.

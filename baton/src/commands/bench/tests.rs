@@ -11,7 +11,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::client::Client;
 use super::flags::BenchCommand;
-use super::{interference, load};
+use super::{interference, load, sweep};
 use crate::cli::{CliCommand, EngineArgs, PoolArgs, SloArgs};
 use crate::cluster::{Cluster, ClusterPlan, Doors};
 use crate::config;
@@ -153,5 +153,55 @@ async fn long_prompts_are_injected_into_running_streams() {
         report.p99_ratio,
         report.during_itl_ms.p99 / report.quiet_itl_ms.p99
     );
+    served.close().await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn loads_are_swept_and_laid_beside_an_earlier_run() {
+    let served = Served::start().await;
+    let folder = std::env::temp_dir().join(format!("baton-sweep-test-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let [earlier, plot] = ["earlier.json", "plot.svg"].map(|name| folder.join(name));
+    let (earlier, plot) = (earlier.to_str().unwrap(), plot.to_str().unwrap());
+    let common = "sweep --settle-ms 50 --step-ms 400 --prompt-tokens uniform:5-40 --output-tokens uniform:2-6 --slo-itl-ms 60000";
+    let sweep = async |more: &str| {
+        let flags = format!("{common} {more}");
+        let flags: Vec<&str> = flags.split(' ').collect();
+        let BenchCommand::Sweep(args) = served.bench("grpc", &flags) else {
+            panic!("not `sweep`");
+        };
+        let client = Client::connect(&args.target).await.unwrap();
+        sweep::run(&args, &client).await.unwrap()
+    };
+    let first = sweep("--clients 3 --label before").await;
+    std::fs::write(earlier, serde_json::to_string(&first).unwrap()).unwrap();
+    assert_eq!(first.verdict, None);
+    let second = sweep(&format!("--clients 1,3 --against {earlier} --plot {plot}")).await;
+    assert_eq!(second.against, [first.curve]);
+    assert_eq!(second.curve.points.len(), 2);
+    for point in &second.curve.points {
+        assert!(
+            point.gaps > 0 && point.itl_p99_ms >= point.itl_p50_ms,
+            "{point:?}"
+        );
+        assert!(
+            point.output_tokens_per_s > point.requests_per_s,
+            "{point:?}"
+        );
+        assert_eq!(point.failed, 0, "{point:?}");
+    }
+    let verdict = second.verdict.as_ref().unwrap();
+    assert_eq!(
+        (verdict.load.as_str(), verdict.best.as_deref()),
+        ("3 clients", Some("before"))
+    );
+    assert!(second.table().contains("before"), "{}", second.table());
+    let drawn = std::fs::read_to_string(plot).unwrap();
+    assert_eq!(drawn.matches("<polyline").count(), 4);
+    assert!(drawn.contains("target 60000 ms") && drawn.ends_with("</svg>\n"));
+
+    let open = sweep("--rates 40").await;
+    assert!(open.curve.points[0].gaps > 0);
+    std::fs::remove_dir_all(&folder).unwrap();
     served.close().await;
 }
