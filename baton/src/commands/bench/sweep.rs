@@ -88,7 +88,7 @@ pub async fn run(args: &SweepArgs, client: &Client) -> anyhow::Result<SweepRepor
         .map(|path| read_curve(path))
         .collect::<anyhow::Result<Vec<_>>>()?;
     let paces = args.paces();
-    let bar = report::requests_bar(paces.len() as u64, args.report.quiet);
+    let bar = report::counting_bar(paces.len() as u64, args.report.quiet);
     let meter = Meter::start(args.target.server_pid);
     let mut points = Vec::new();
     for (at, pace) in paces.into_iter().enumerate() {
@@ -225,10 +225,10 @@ impl Stage<'_> {
         let mut on_arrival =
             |arrival: Arrival| self.records.borrow_mut()[at].arrivals.push(arrival);
         let sample = self.client.run(&job, self.clock, &mut on_arrival).await;
-        let mut records = self.records.borrow_mut();
-        records[at].ended = Some(sample.ended);
-        records[at].failed = sample.failure.is_some();
-        drop(records);
+        if let Some(record) = self.records.borrow_mut().get_mut(at) {
+            record.ended = Some(sample.ended);
+            record.failed = sample.failure.is_some();
+        }
         if sample.failure.is_some() {
             // A server that refuses at once is asked again, but not in a tight loop.
             tokio::time::sleep(Duration::from_millis(50)).await;
