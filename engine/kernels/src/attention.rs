@@ -13,8 +13,11 @@
 //! Both ways merge the same partial results in the same order, so the choice is one of speed only. Threads take the
 //! next piece from a counter, because rows differ in length.
 
+pub(crate) mod codes;
+mod floats;
 mod tile;
 
+use std::marker::PhantomData;
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
@@ -22,7 +25,9 @@ use crate::kernels::Shared;
 use crate::kv::{KvDtype, KvView};
 use crate::simd::{BFloat16, Float16, Float32, dispatch};
 use crate::{Isa, Kernels, Scratch};
-use tile::{HEADER, Merge, Tile};
+use codes::{CodeTile, Int4, Int8, Queries};
+use floats::FloatTile;
+use tile::{HEADER, Merge, Place};
 
 /// Positions of a tile: partial results exist per tile and merge in order.
 pub const KV_TILE: usize = 256;
@@ -130,7 +135,7 @@ impl Kernels {
         }
 
         let record = HEADER + params.head_dim;
-        let per_thread = QUERIES * (params.head_dim + KV_TILE + 2 * record);
+        let per_thread = QUERIES * (params.head_dim + KV_TILE + 2 * record) + codes::WEIGHTS;
         let work = Shared::new(scratch.floats.take(self.threads() * per_thread));
         let call = Call {
             isa: self.isa(),
@@ -155,13 +160,13 @@ impl Kernels {
         let next = AtomicUsize::new(0);
         if self.threads() == 1 || items >= ITEMS_PER_THREAD * self.threads() {
             self.pool().run(&|thread| {
-                let mut workspace = call.workspace(workspace(thread));
+                let (mut workspace, mut records) = call.workspace(workspace(thread));
                 loop {
                     let item = next.fetch_add(1, Ordering::Relaxed);
                     if item >= items {
                         return;
                     }
-                    call.whole_item(&call.item(item), &mut workspace);
+                    call.whole_item(&call.item(item), &mut workspace, &mut records);
                 }
             });
             return;
@@ -177,7 +182,7 @@ impl Kernels {
         let partials = scratch.partials.take(units.len() * per_unit);
         let shared = Shared::new(&mut *partials);
         self.pool().run(&|thread| {
-            let workspace = call.workspace(workspace(thread));
+            let (mut workspace, _) = call.workspace(workspace(thread));
             let mut packed = usize::MAX;
             loop {
                 let unit = next.fetch_add(1, Ordering::Relaxed);
@@ -191,7 +196,7 @@ impl Kernels {
                 }
                 // SAFETY: units are handed out once, so their parts are disjoint.
                 let records = unsafe { shared.slice(unit * per_unit..(unit + 1) * per_unit) };
-                call.tile(&it, *tile, workspace.q, workspace.scores, records);
+                call.tile(&it, *tile, &mut workspace, records);
             }
         });
         let mut unit = 0;
@@ -246,11 +251,16 @@ impl Item<'_> {
 
 /// A thread's memory.
 struct Workspace<'a> {
-    /// `[head_dim][queries]`
+    /// `[head_dim][queries]`, or [`Queries`] where K and V are codes.
     q: &'a mut [f32],
     /// `[queries][KV_TILE]`
     scores: &'a mut [f32],
-    /// `[queries]` records of the tile at hand, and of all tiles so far.
+    /// [`codes::WEIGHTS`]
+    weights: &'a mut [f32],
+}
+
+/// `[queries]` records of the tile at hand, and of all tiles so far.
+struct Records<'a> {
     tile: &'a mut [f32],
     total: &'a mut [f32],
 }
@@ -280,41 +290,48 @@ impl<'a> Call<'a> {
         }
     }
 
-    fn workspace<'w>(&self, memory: &'w mut [f32]) -> Workspace<'w> {
+    fn workspace<'w>(&self, memory: &'w mut [f32]) -> (Workspace<'w>, Records<'w>) {
         let (q, memory) = memory.split_at_mut(QUERIES * self.params.head_dim);
         let (scores, memory) = memory.split_at_mut(QUERIES * KV_TILE);
+        let (weights, memory) = memory.split_at_mut(codes::WEIGHTS);
         let (tile, total) = memory.split_at_mut(QUERIES * self.record);
-        Workspace {
-            q,
-            scores,
-            tile,
-            total,
-        }
+        (Workspace { q, scores, weights }, Records { tile, total })
     }
 
-    fn whole_item(&self, item: &Item<'_>, workspace: &mut Workspace<'_>) {
+    fn whole_item(
+        &self,
+        item: &Item<'_>,
+        workspace: &mut Workspace<'_>,
+        records: &mut Records<'_>,
+    ) {
         self.pack_queries(item, workspace.q);
         for tile in item.tiles.clone() {
             if tile == item.tiles.start {
-                self.tile(item, tile, workspace.q, workspace.scores, workspace.total);
+                self.tile(item, tile, workspace, records.total);
             } else {
-                self.tile(item, tile, workspace.q, workspace.scores, workspace.tile);
-                self.merge(item, tile, workspace.tile, workspace.total);
+                self.tile(item, tile, workspace, records.tile);
+                self.merge(item, tile, records.tile, records.total);
             }
         }
-        self.finish(item, workspace.total);
+        self.finish(item, records.total);
     }
 
-    /// Lays the queries out as `[head_dim][queries]`, query = row * heads + head.
+    /// Lays the queries out for the tiles, query = row * heads + head.
     fn pack_queries(&self, item: &Item<'_>, to: &mut [f32]) {
         let dim = self.params.head_dim;
         let queries = item.queries();
+        let codes = matches!(self.kv.shape().dtype, KvDtype::Int8 | KvDtype::Int4);
         for row in 0..item.rows.len() {
             for head in 0..item.heads {
                 let at = (item.first_row + row) * self.params.q_row_stride
                     + (item.first_head + head) * dim;
-                for (d, q) in self.q[at..at + dim].iter().enumerate() {
-                    to[d * queries + row * item.heads + head] = *q;
+                let (q, query) = (&self.q[at..at + dim], row * item.heads + head);
+                if codes {
+                    Queries::pack(to, queries, query, q);
+                    continue;
+                }
+                for (d, q) in q.iter().enumerate() {
+                    to[d * queries + query] = *q;
                 }
             }
         }
@@ -325,34 +342,56 @@ impl<'a> Call<'a> {
         &self,
         item: &Item<'_>,
         tile: usize,
-        q: &[f32],
-        scores: &mut [f32],
+        workspace: &mut Workspace<'_>,
         records: &mut [f32],
     ) {
-        macro_rules! run {
+        let place = Place {
+            kv: self.kv,
+            layer: self.layer,
+            kv_head: item.kv_head,
+            rows: item.rows,
+            heads: item.heads,
+            params: self.params,
+            tile,
+        };
+        macro_rules! floats {
             ($element:ty) => {{
-                let kernel = Tile::<$element> {
-                    kv: self.kv,
-                    layer: self.layer,
-                    kv_head: item.kv_head,
-                    rows: item.rows,
-                    heads: item.heads,
-                    params: self.params,
-                    tile,
-                    q,
-                    scores,
+                let kernel = FloatTile::<$element> {
+                    place,
+                    q: workspace.q,
+                    scores: workspace.scores,
                     records,
-                    element: std::marker::PhantomData,
+                    element: PhantomData,
                 };
                 // SAFETY: the instruction set was checked; the pool is readable where the rows see it, by the
                 // contract of `KvView::new`.
                 unsafe { dispatch(self.isa, kernel) }
             }};
         }
+        macro_rules! codes {
+            ($codes:ty) => {{
+                let kernel = CodeTile::<$codes> {
+                    place,
+                    q: Queries {
+                        memory: workspace.q,
+                        queries: item.queries(),
+                        head_dim: self.params.head_dim,
+                    },
+                    scores: workspace.scores,
+                    weights: workspace.weights,
+                    records,
+                    codes: PhantomData,
+                };
+                // SAFETY: as above.
+                unsafe { dispatch(self.isa, kernel) }
+            }};
+        }
         match self.kv.shape().dtype {
-            KvDtype::F32 => run!(Float32),
-            KvDtype::F16 => run!(Float16),
-            KvDtype::BF16 => run!(BFloat16),
+            KvDtype::F32 => floats!(Float32),
+            KvDtype::F16 => floats!(Float16),
+            KvDtype::BF16 => floats!(BFloat16),
+            KvDtype::Int8 => codes!(Int8),
+            KvDtype::Int4 => codes!(Int4),
         }
     }
 

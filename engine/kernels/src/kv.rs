@@ -1,10 +1,21 @@
 //! A raw view of one KvGroup's pool memory, and where things lie in it.
 //!
 //! ```text
-//! pool  = [block][layer][K|V][kv head][innermost]
-//! K     = [span of 16 positions][head_dim][16 positions]     lane = position
-//! V     = [slot][head_dim]                                    lane = dimension
+//! pool  = [block][layer][K|V][kv head][spans of 16 positions]
+//!
+//! f32, f16, bf16
+//!   K span = [head_dim][16 positions]                                  lane = position
+//!   V span = [16 positions][head_dim]                                  lane = dimension
+//!
+//! int8, int4: a value is minimum + scale * code, both per position, head and up to 64 dimensions (a group)
+//!   K span = [group][scale|minimum][16 positions] f16, then codes [dim / 4][16 positions][4 dims]
+//!   V span = [group][scale|minimum][16 positions] f16, then codes [position / 4][dim / 16][16 dims][4 positions]
 //! ```
+//!
+//! 64 bytes of codes are one step of a dot product for 16 outputs: four dimensions of 16 keys, or four positions of 16
+//! dimensions. With int4 such a line holds two steps, the first in the low and the second in the high nibbles, and both
+//! belong to the same position, so that every byte of the pool belongs to one position only. Heads of an odd multiple of
+//! 16 dimensions leave half of their last line unused.
 //!
 //! The view hands out pointers only: other threads write other blocks of the same pool at the same time, so no
 //! reference may span it. Which slots may be read or written is decided by the block pool, not here.
@@ -14,20 +25,28 @@ use crate::Error;
 /// Positions of a K span; every block size is a multiple.
 pub const KV_SPAN: usize = 16;
 
-/// How K and V elements are stored, rounded to nearest even.
+/// Most dimensions that share a scale and a minimum in int8 and int4; a head's last group has what is left.
+pub const KV_GROUP: usize = 64;
+
+/// Bytes of a group's scales and minimums in a span: f16 each, for 16 positions.
+pub(crate) const GROUP_HEADER: usize = 2 * KV_SPAN * 2;
+
+/// How K and V elements are stored: as floats rounded to nearest even, or as codes between a minimum and a maximum.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum KvDtype {
     F32,
     F16,
     BF16,
+    Int8,
+    Int4,
 }
 
 impl KvDtype {
-    /// Bytes of one element.
-    pub fn bytes(self) -> usize {
+    /// Alignment that elements need in memory.
+    fn align(self) -> usize {
         match self {
             KvDtype::F32 => 4,
-            KvDtype::F16 | KvDtype::BF16 => 2,
+            KvDtype::F16 | KvDtype::BF16 | KvDtype::Int8 | KvDtype::Int4 => 2,
         }
     }
 }
@@ -47,9 +66,21 @@ pub struct KvShape {
 }
 
 impl KvShape {
+    /// Bytes of K (or V) of one head for 16 positions.
+    pub fn span_bytes(&self) -> usize {
+        let dim = self.head_dim as usize;
+        let headers = dim.div_ceil(KV_GROUP) * GROUP_HEADER;
+        match self.dtype {
+            KvDtype::F32 => KV_SPAN * dim * 4,
+            KvDtype::F16 | KvDtype::BF16 => KV_SPAN * dim * 2,
+            KvDtype::Int8 => headers + KV_SPAN * dim,
+            KvDtype::Int4 => headers + KV_SPAN * dim.next_multiple_of(32) / 2,
+        }
+    }
+
     /// Bytes of K (or V) of one head in one block.
     pub fn head_bytes(&self) -> usize {
-        self.block_size as usize * self.head_dim as usize * self.dtype.bytes()
+        self.block_size as usize / KV_SPAN * self.span_bytes()
     }
 
     /// Bytes of one layer in one block.
@@ -102,10 +133,9 @@ impl KvView {
         if shape.layers == 0 || shape.kv_heads == 0 {
             return Err(Error::KvEmpty);
         }
-        if !base.addr().is_multiple_of(shape.dtype.bytes()) {
-            return Err(Error::KvAlignment {
-                align: shape.dtype.bytes(),
-            });
+        let align = shape.dtype.align();
+        if !base.addr().is_multiple_of(align) {
+            return Err(Error::KvAlignment { align });
         }
         Ok(KvView { base, shape })
     }

@@ -66,7 +66,7 @@ pub use error::Error;
 pub use format::{WeightType, dequantize};
 pub use isa::Isa;
 pub use kernels::Kernels;
-pub use kv::{KV_SPAN, KvDtype, KvShape, KvView};
+pub use kv::{KV_GROUP, KV_SPAN, KvDtype, KvShape, KvView};
 pub use limits::{ComputeLimits, LimitMeter, ReadLimit, read_rate_at};
 pub use linear::{Input, Output};
 pub use matrix::{MatrixSource, PackedMatrix};

@@ -5,8 +5,9 @@
 
 use half::{bf16, f16};
 
+use crate::attention::codes::{WEIGHT_MAX, groups, quantize_query};
 use crate::format::{DecodedBlock, WeightType, decode_block, read_floats};
-use crate::kv::{KV_SPAN, KvDtype, KvView};
+use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN, KvDtype, KvShape, KvView};
 use crate::math::{self, LANES, tree_max, tree_sum};
 use crate::{Activation, AttentionParams, AttentionRow, KV_TILE, MatrixSource};
 
@@ -171,13 +172,197 @@ pub fn soft_cap(x: f32, cap: f32) -> f32 {
     tanh(x / cap) * cap
 }
 
-fn load(dtype: KvDtype, base: *const u8, index: usize) -> f32 {
-    // SAFETY: callers stay inside one head of one block, which `KvView::new` was promised.
-    unsafe {
-        match dtype {
-            KvDtype::F32 => base.cast::<f32>().add(index).read(),
-            KvDtype::F16 => base.cast::<f16>().add(index).read().to_f32(),
-            KvDtype::BF16 => base.cast::<bf16>().add(index).read().to_f32(),
+/// K or V of one head at one slot.
+#[derive(Clone, Copy)]
+pub struct Slot<'a> {
+    shape: &'a KvShape,
+    is_k: bool,
+    /// The span it lies in, and its number there.
+    span: *const u8,
+    index: usize,
+}
+
+impl<'a> Slot<'a> {
+    /// Panics where an index is out of range.
+    pub fn new(
+        kv: &'a KvView,
+        layer: usize,
+        (block, slot): (u32, usize),
+        kv_head: usize,
+        is_k: bool,
+    ) -> Slot<'a> {
+        let head = if is_k {
+            kv.k(block, layer, kv_head)
+        } else {
+            kv.v(block, layer, kv_head)
+        };
+        let shape = kv.shape();
+        assert!(slot < shape.block_size as usize);
+        // SAFETY: the span is inside this head of the block.
+        let span = unsafe { head.add(slot / KV_SPAN * shape.span_bytes()) };
+        Slot {
+            shape,
+            is_k,
+            span,
+            index: slot % KV_SPAN,
+        }
+    }
+
+    /// The value a float is stored as, or a code stands for.
+    pub fn value(&self, d: usize) -> f32 {
+        let dim = self.shape.head_dim as usize;
+        let at = if self.is_k {
+            d * KV_SPAN + self.index
+        } else {
+            self.index * dim + d
+        };
+        // SAFETY: inside the span, which `KvView::new` was promised.
+        unsafe {
+            match self.shape.dtype {
+                KvDtype::F32 => self.span.cast::<f32>().add(at).read(),
+                KvDtype::F16 => self.span.cast::<f16>().add(at).read().to_f32(),
+                KvDtype::BF16 => self.span.cast::<bf16>().add(at).read().to_f32(),
+                KvDtype::Int8 | KvDtype::Int4 => {
+                    let (scale, minimum) = self.group(d / KV_GROUP);
+                    scale.mul_add(self.code(d) as f32, minimum)
+                }
+            }
+        }
+    }
+
+    /// Scale and minimum of a group.
+    pub fn group(&self, group: usize) -> (f32, f32) {
+        let header = group * GROUP_HEADER / 2 + self.index;
+        // SAFETY: inside the span.
+        unsafe {
+            let at = self.span.cast::<f16>().add(header);
+            (at.read().to_f32(), at.add(KV_SPAN).read().to_f32())
+        }
+    }
+
+    /// The code of one dimension.
+    pub fn code(&self, d: usize) -> u32 {
+        let dim = self.shape.head_dim as usize;
+        let nibbles = self.shape.dtype == KvDtype::Int4;
+        // A step is four dimensions of all slots (K), or 16 dimensions of four slots (V).
+        let (step, byte) = if self.is_k {
+            (d / 4, self.index * 4 + d % 4)
+        } else {
+            let steps = dim
+                .div_ceil(16)
+                .next_multiple_of(if nibbles { 2 } else { 1 });
+            (self.index / 4 * steps + d / 16, d % 16 * 4 + self.index % 4)
+        };
+        let line = if nibbles { step / 2 } else { step };
+        let at = dim.div_ceil(KV_GROUP) * GROUP_HEADER + line * 64 + byte;
+        // SAFETY: inside the span.
+        let byte = unsafe { self.span.add(at).read() };
+        u32::from(match (nibbles, step % 2) {
+            (false, _) => byte,
+            (true, 0) => byte & 15,
+            (true, _) => byte >> 4,
+        })
+    }
+}
+
+/// A query as scores read it: its values, or scale, scaled sum and codes of each group.
+pub struct Query {
+    values: Vec<f32>,
+    groups: Vec<(f32, f32, Vec<i8>)>,
+}
+
+impl Query {
+    pub fn new(dtype: KvDtype, q: &[f32]) -> Query {
+        let mut groups_of = Vec::new();
+        if matches!(dtype, KvDtype::Int8 | KvDtype::Int4) {
+            for dims in groups(q.len()) {
+                let mut codes = vec![0; dims.len()];
+                let (scale, sum) = quantize_query(&q[dims], &mut codes);
+                groups_of.push((scale, sum, codes));
+            }
+        }
+        Query {
+            values: q.to_vec(),
+            groups: groups_of,
+        }
+    }
+
+    /// What each value counts as.
+    pub fn values(&self) -> Vec<f32> {
+        if self.groups.is_empty() {
+            return self.values.clone();
+        }
+        let values = |(scale, _, codes): &(f32, f32, Vec<i8>)| -> Vec<f32> {
+            codes.iter().map(|code| scale * f32::from(*code)).collect()
+        };
+        self.groups.iter().flat_map(values).collect()
+    }
+
+    fn score(&self, k: Slot<'_>) -> f32 {
+        let mut s = 0.0f32;
+        if self.groups.is_empty() {
+            for (d, q) in self.values.iter().enumerate() {
+                s = q.mul_add(k.value(d), s);
+            }
+            return s;
+        }
+        let mut d = 0;
+        for (g, (scale, sum, codes)) in self.groups.iter().enumerate() {
+            let mut dot = 0i32;
+            for code in codes {
+                dot += i32::from(*code) * k.code(d) as i32;
+                d += 1;
+            }
+            let (k_scale, k_minimum) = k.group(g);
+            s = (k_scale * scale).mul_add(dot as f32, s);
+            s = k_minimum.mul_add(*sum, s);
+        }
+        s
+    }
+}
+
+/// Sum of V by the weights of a tile's visible positions, which start at `first`.
+fn weighted_sum(v: &[Slot<'_>], p: &[f32], first: usize, acc: &mut [f32]) {
+    let dtype = v[0].shape.dtype;
+    if !matches!(dtype, KvDtype::Int8 | KvDtype::Int4) {
+        for (v, p) in v.iter().zip(p) {
+            for (d, acc) in acc.iter_mut().enumerate() {
+                *acc = p.mul_add(v.value(d), *acc);
+            }
+        }
+        return;
+    }
+    for (g, dims) in groups(acc.len()).enumerate() {
+        let mut minimums = [0.0f32; LANES];
+        let mut weights = Vec::new();
+        for (j, (v, p)) in v.iter().zip(p).enumerate() {
+            let (scale, minimum) = v.group(g);
+            let lane = (first + j) % LANES;
+            minimums[lane] = p.mul_add(minimum, minimums[lane]);
+            weights.push(p * scale);
+        }
+        let largest = weights
+            .iter()
+            .fold(0.0f32, |a, b| if *b > a { *b } else { a });
+        let inverse = WEIGHT_MAX / largest;
+        let inverse = if inverse == f32::INFINITY {
+            0.0
+        } else {
+            inverse
+        };
+        let codes: Vec<i64> = weights
+            .iter()
+            .map(|w| f64::from(*w).mul_add(f64::from(inverse), 0.0))
+            // One rounding of the exact product, ties to even.
+            .map(|product| product.round_ties_even() as i64)
+            .collect();
+        for d in dims {
+            let sum: i64 = v
+                .iter()
+                .zip(&codes)
+                .map(|(v, c)| c * i64::from(v.code(d)))
+                .sum();
+            acc[d] = (largest / WEIGHT_MAX).mul_add(sum as f32, tree_sum(&minimums));
         }
     }
 }
@@ -194,6 +379,11 @@ pub fn attention_head(
 ) {
     let shape = kv.shape();
     let (size, dim) = (shape.block_size as usize, shape.head_dim as usize);
+    let slot = |j: usize, is_k| {
+        let place = (row.table[j / size], j % size);
+        Slot::new(kv, layer, place, kv_head, is_k)
+    };
+    let q = Query::new(shape.dtype, q);
     let end = row.position as usize + 1;
     let start = params.window.map_or(0, |w| end.saturating_sub(w as usize));
     let (mut m, mut l, mut acc) = (0.0f32, 0.0f32, vec![0.0f32; dim]);
@@ -202,16 +392,7 @@ pub fn attention_head(
         let mut scores = Vec::new();
         let mut maxima = [f32::NEG_INFINITY; LANES];
         for j in visible.clone() {
-            let k = kv.k(row.table[j / size], layer, kv_head);
-            let span = j % size / KV_SPAN;
-            let mut s = 0.0f32;
-            for (d, q) in q.iter().enumerate() {
-                s = q.mul_add(
-                    load(shape.dtype, k, (span * dim + d) * KV_SPAN + j % KV_SPAN),
-                    s,
-                );
-            }
-            s *= params.scale;
+            let mut s = q.score(slot(j, true)) * params.scale;
             if let Some(cap) = params.soft_cap {
                 s = soft_cap(s, cap);
             }
@@ -224,15 +405,14 @@ pub fn attention_head(
         }
         let m_tile = tree_max(&maxima);
         let mut sums = [0.0f32; LANES];
-        let mut acc_tile = vec![0.0f32; dim];
+        let mut p = Vec::new();
         for (j, s) in visible.clone().zip(scores) {
-            let p = exp(s - m_tile);
-            sums[j % LANES] += p;
-            let v = kv.v(row.table[j / size], layer, kv_head);
-            for (d, acc) in acc_tile.iter_mut().enumerate() {
-                *acc = p.mul_add(load(shape.dtype, v, j % size * dim + d), *acc);
-            }
+            p.push(exp(s - m_tile));
+            sums[j % LANES] += exp(s - m_tile);
         }
+        let v: Vec<Slot<'_>> = visible.clone().map(|j| slot(j, false)).collect();
+        let mut acc_tile = vec![0.0f32; dim];
+        weighted_sum(&v, &p, visible.start, &mut acc_tile);
         let l_tile = tree_sum(&sums);
         if visible.start == start {
             (m, l, acc) = (m_tile, l_tile, acc_tile);

@@ -73,6 +73,9 @@ pub(crate) trait Simd: Copy {
     /// `x << 23`.
     unsafe fn to_exponent(x: Self::I) -> Self::I;
 
+    /// Writes the low byte of each lane: 16 bytes.
+    unsafe fn store_low_bytes(to: *mut i8, x: Self::I);
+
     /// Reads 64 bytes.
     unsafe fn load_codes(from: *const u8) -> Self::B;
     unsafe fn low_nibbles(x: Self::B) -> Self::B;
@@ -108,6 +111,18 @@ pub(crate) trait Simd: Copy {
         unsafe { Self::store(lanes.as_mut_ptr(), x) };
         lanes
     }
+}
+
+/// Asks for the cache line at an address, which need not be valid. Never changes a result.
+#[inline(always)]
+pub(crate) fn prefetch(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch accesses nothing, and SSE is part of the architecture.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
 }
 
 /// How a float is stored, in packed weights or in a KV pool.

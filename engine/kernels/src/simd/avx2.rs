@@ -175,6 +175,19 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn store_low_bytes(to: *mut i8, x: Self::I) {
+        let low = _mm256_set1_epi32(0xff);
+        let words = _mm256_packus_epi32(_mm256_and_si256(x[0], low), _mm256_and_si256(x[1], low));
+        // Packing works within halves: lanes 0-3, 8-11, 4-7, 12-15.
+        let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+        let bytes = _mm_packus_epi16(
+            _mm256_castsi256_si128(words),
+            _mm256_extracti128_si256::<1>(words),
+        );
+        _mm_storeu_si128(to.cast(), bytes);
+    }
+
+    #[inline(always)]
     unsafe fn load_codes(from: *const u8) -> Self::B {
         [
             _mm256_loadu_si256(from.cast()),

@@ -145,6 +145,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn store_low_bytes(to: *mut i8, x: Self::I) {
+        _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(x));
+    }
+
+    #[inline(always)]
     unsafe fn load_codes(from: *const u8) -> Self::B {
         _mm512_loadu_si512(from.cast())
     }

@@ -143,6 +143,12 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn store_low_bytes(to: *mut i8, x: Self::I) {
+        // SAFETY: 16 bytes are writable, by the trait's contract.
+        unsafe { to.cast::<[i8; LANES]>().write(x.map(|x| x as i8)) }
+    }
+
+    #[inline(always)]
     unsafe fn load_codes(from: *const u8) -> Self::B {
         // SAFETY: 64 bytes are readable, by the trait's contract.
         unsafe { from.cast::<[u8; 64]>().read() }

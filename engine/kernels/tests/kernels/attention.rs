@@ -1,12 +1,20 @@
 //! Paged attention and the writing of K and V.
 
 use baton_kernels::{
-    AttentionParams, AttentionRow, KV_TILE, KvDtype, KvShape, KvView, Scratch, reference,
+    AttentionParams, AttentionRow, KV_GROUP, KV_TILE, KvDtype, KvShape, KvView, Scratch, reference,
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
 
 use crate::{Random, all_kernels, assert_same_bits, describe};
+
+const DTYPES: [KvDtype; 5] = [
+    KvDtype::F32,
+    KvDtype::F16,
+    KvDtype::BF16,
+    KvDtype::Int8,
+    KvDtype::Int4,
+];
 
 #[derive(Debug, Clone)]
 struct Case {
@@ -25,8 +33,8 @@ struct Case {
 fn cases() -> impl Strategy<Value = Case> {
     let shape = (
         prop::sample::select(vec![16u32, 32, 64, 128]),
-        prop::sample::select(vec![KvDtype::F32, KvDtype::F16, KvDtype::BF16]),
-        prop::sample::select(vec![16usize, 48, 64, 80, 128]),
+        prop::sample::select(DTYPES.to_vec()),
+        prop::sample::select(vec![16usize, 48, 64, 80, 96, 128, 256]),
         1usize..4,
         prop::sample::select(vec![1usize, 2, 3, 4, 5, 7, 8, 9]),
     );
@@ -80,11 +88,33 @@ impl Pool {
     }
 }
 
-fn round(dtype: KvDtype, x: f32) -> f32 {
-    match dtype {
-        KvDtype::F32 => x,
-        KvDtype::F16 => f16::from_f32(x).to_f32(),
-        KvDtype::BF16 => bf16::from_f32(x).to_f32(),
+/// What a stored value may differ from the one given, or the exact value stored.
+fn assert_stored(dtype: KvDtype, stored: &[f32], given: &[f32]) {
+    let levels = match dtype {
+        KvDtype::F32 => return assert_same_bits(stored, given, "f32"),
+        KvDtype::F16 => {
+            let rounded: Vec<f32> = given.iter().map(|x| f16::from_f32(*x).to_f32()).collect();
+            return assert_same_bits(stored, &rounded, "f16");
+        }
+        KvDtype::BF16 => {
+            let rounded: Vec<f32> = given.iter().map(|x| bf16::from_f32(*x).to_f32()).collect();
+            return assert_same_bits(stored, &rounded, "bf16");
+        }
+        KvDtype::Int8 => 255.0,
+        KvDtype::Int4 => 15.0,
+    };
+    for (stored, given) in stored.chunks(KV_GROUP).zip(given.chunks(KV_GROUP)) {
+        let least = given.iter().copied().fold(f32::INFINITY, f32::min);
+        let most = given.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+        // Half a step, and at the ends of the range what f16 rounds the minimum and the scale by.
+        let bound = (most - least) * (0.5 / levels + 1.0 / 2048.0) + least.abs() / 2048.0;
+        for (stored, given) in stored.iter().zip(given) {
+            let error = (stored - given).abs();
+            assert!(
+                error <= bound,
+                "{given} is stored as {stored}, bound {bound}"
+            );
+        }
     }
 }
 
@@ -113,7 +143,6 @@ fn check(case: &Case) {
 
     let width = case.kv_heads * dim;
     let mut tables = Vec::new();
-    let mut stored = Vec::new();
     for ((before, rows), count) in case.sequences.iter().zip(&counts) {
         let mut table: Vec<u32> = (0..*count)
             .map(|_| free.swap_remove(random.below(free.len())))
@@ -136,23 +165,35 @@ fn check(case: &Case) {
             &v[first_seen * width..],
             width,
         );
+        for (i, place) in slots.iter().enumerate() {
+            for (head, (k, v)) in (first_seen + i..)
+                .take(1)
+                .flat_map(|p| {
+                    let row = p * width..(p + 1) * width;
+                    k[row.clone()].chunks(dim).zip(v[row].chunks(dim))
+                })
+                .enumerate()
+            {
+                let place = (place.0, place.1 as usize);
+                for (is_k, given) in [(true, k), (false, v)] {
+                    let slot = reference::Slot::new(&view, layer, place, head, is_k);
+                    let stored: Vec<f32> = (0..dim).map(|d| slot.value(d)).collect();
+                    assert_stored(case.dtype, &stored, given);
+                }
+            }
+        }
         table[..first_seen / size].fill(u32::MAX);
         tables.push(table);
-        stored.push((k, v));
     }
-    let rows: Vec<(usize, AttentionRow<'_>)> = case
+    let rows: Vec<AttentionRow<'_>> = case
         .sequences
         .iter()
-        .enumerate()
-        .flat_map(|(s, (before, rows))| (*before..before + rows).map(move |p| (s, p)))
-        .map(|(s, p)| {
-            (
-                s,
-                AttentionRow {
-                    table: &tables[s],
-                    position: p as u32,
-                },
-            )
+        .zip(&tables)
+        .flat_map(|((before, rows), table)| {
+            (*before..before + rows).map(move |p| AttentionRow {
+                table,
+                position: p as u32,
+            })
         })
         .collect();
     // The query's rows are part of wider ones, as in a fused product.
@@ -169,25 +210,30 @@ fn check(case: &Case) {
     };
 
     let mut expected = vec![0.0; rows.len() * heads * dim];
-    for (t, (s, row)) in rows.iter().enumerate() {
+    for (t, row) in rows.iter().enumerate() {
         for head in 0..heads {
             let q = &q[t * stride + head * dim..][..dim];
             let out = &mut expected[(t * heads + head) * dim..][..dim];
             let kv_head = head / case.group;
             reference::attention_head(&view, layer, row, q, kv_head, &params, out);
-            let (k, v) = &stored[*s];
-            let exact = attention_f64(case, row.position as usize, q, k, v, kv_head, &params);
-            for (d, (out, exact)) in out.iter().zip(exact).enumerate() {
+            let exact = attention_f64(&view, layer, row, q, kv_head, &params);
+            let tolerance = match case.dtype {
+                // A tile has up to 256 weights, each rounded by at most half of a 16,256th of the largest, which counts
+                // by its code times scale, at most 7. As all roundings are independent, four times their root mean
+                // square.
+                KvDtype::Int8 | KvDtype::Int4 => 4.0 * 16.0 * 7.0 / 16_256.0 / 12.0f64.sqrt(),
                 // Weights sum to 1 and |v| is below 4; scores of size 10 lose about 10 epsilon before exp.
+                _ => 4.0 * 64.0 * f64::from(f32::EPSILON),
+            };
+            for (d, (out, exact)) in out.iter().zip(exact).enumerate() {
                 let error = (f64::from(*out) - exact).abs();
                 assert!(
-                    error < 4.0 * 64.0 * f64::from(f32::EPSILON),
+                    error < tolerance,
                     "row {t} head {head} d {d}: off by {error}"
                 );
             }
         }
     }
-    let rows: Vec<AttentionRow<'_>> = rows.into_iter().map(|(_, row)| row).collect();
     let mut scratch = Scratch::new();
     for kernels in all_kernels() {
         let mut out = vec![f32::NAN; expected.len()];
@@ -214,28 +260,29 @@ fn check(case: &Case) {
     }
 }
 
+/// Attention over what is stored, in f64. The query counts as it is quantised.
 fn attention_f64(
-    case: &Case,
-    position: usize,
+    view: &KvView,
+    layer: usize,
+    row: &AttentionRow<'_>,
     q: &[f32],
-    k: &[f32],
-    v: &[f32],
     kv_head: usize,
     params: &AttentionParams,
 ) -> Vec<f64> {
-    let dim = case.head_dim;
-    let at = |x: &[f32], p: usize, d: usize| {
-        f64::from(round(
-            case.dtype,
-            x[p * case.kv_heads * dim + kv_head * dim + d],
-        ))
+    let dim = params.head_dim;
+    let size = view.shape().block_size as usize;
+    let at = |is_k, p: usize, d| {
+        let place = (row.table[p / size], p % size);
+        f64::from(reference::Slot::new(view, layer, place, kv_head, is_k).value(d))
     };
+    let q = reference::Query::new(view.shape().dtype, q).values();
+    let position = row.position as usize;
     let start = params
         .window
         .map_or(0, |w| (position + 1).saturating_sub(w as usize));
     let scores: Vec<f64> = (start..=position)
         .map(|p| {
-            let dot: f64 = (0..dim).map(|d| f64::from(q[d]) * at(k, p, d)).sum();
+            let dot: f64 = (0..dim).map(|d| f64::from(q[d]) * at(true, p, d)).sum();
             let s = dot * f64::from(params.scale);
             params
                 .soft_cap
@@ -250,7 +297,7 @@ fn attention_f64(
             weights
                 .iter()
                 .zip(start..)
-                .map(|(w, p)| w * at(v, p, d))
+                .map(|(w, p)| w * at(false, p, d))
                 .sum::<f64>()
                 / sum
         })
