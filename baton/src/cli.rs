@@ -119,7 +119,8 @@ pub struct EngineArgs {
     /// Token positions in a KV block.
     #[arg(long, env = "BATON_BLOCK_SIZE", default_value = "16", value_parser = PossibleValuesParser::new(["16", "32", "64", "128"]).map(|text| text.parse::<u32>().unwrap_or(16)))]
     pub block_size: u32,
-    /// Element type of the KV cache: f32, f16 or bf16.
+    /// Element type of the KV cache: f32, f16, bf16, or codes of int8 or int4 with a scale
+    /// and a minimum per position and at most 64 dimensions of a head.
     #[arg(long, env = "BATON_KV_DTYPE", default_value = "f16")]
     pub kv_dtype: KvDtype,
     /// Tokens that each worker's KV pool holds.

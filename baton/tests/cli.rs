@@ -151,7 +151,7 @@ fn a_wrong_value_is_refused_with_its_flag_and_what_is_allowed() {
     let rand = fixture("rand");
     for (flag, value, allowed) in [
         ("--block-size", "24", "16, 32, 64, 128"),
-        ("--kv-dtype", "f8", "f32, f16, bf16"),
+        ("--kv-dtype", "f8", "f32, f16, bf16, int8, int4"),
         ("--weights", "q5", "keep, f32, q8, q4"),
         ("--kv-tokens", "0", "16..=268435456"),
         ("--chunk-tokens", "0", "1..="),

@@ -247,6 +247,7 @@ mod tests {
         KvLayout {
             block_size: 16,
             dtype: KvDtype::F16,
+            scale_group: 0,
             kv_heads: 1,
             head_dim: 16,
             layers: 4,

@@ -53,6 +53,10 @@ const ARITHMETIC: &[u8] =
 /// bit of a converted weight.
 const CONVERSION: &[u8] = b"baton weights 1: Q8_0, Q4_1 by least squares";
 
+/// Names how K and V become codes and are multiplied. Bumped with every change that may
+/// change a bit of either.
+const CODES: &[u8] = b"baton kv codes 1: f16 scale and minimum, 14-bit weights per kv tile";
+
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 
 /// Bytes hashed between two looks at the rest of the file.
@@ -182,12 +186,16 @@ impl Model {
     /// What two workers must share for their K and V to be interchangeable: the files,
     /// what the weights became, the arithmetic, and the type of K and V.
     pub fn numerics(&self, kv_dtype: KvDtype) -> NumericsId {
+        let group = kv_dtype.scale_group().to_string();
         let mut parts: Vec<&[u8]> = vec![
             &self.digest,
             self.formats.as_bytes(),
             ARITHMETIC,
             kv_dtype.name().as_bytes(),
         ];
+        if kv_dtype.scale_group() > 0 {
+            parts.extend([group.as_bytes(), CODES]);
+        }
         if let Some(format) = self.converted {
             parts.extend([format.name().as_bytes(), CONVERSION]);
         }
@@ -199,6 +207,7 @@ impl Model {
         KvLayout {
             block_size,
             dtype,
+            scale_group: dtype.scale_group(),
             kv_heads: self.config.kv_heads as u32,
             head_dim: self.config.head_dim_stored() as u32,
             layers: self.config.layers.len() as u32,

@@ -463,7 +463,7 @@ fn a_gguf_tensor_that_the_graph_does_not_use_is_refused() {
 
 #[test]
 fn numerics_tell_files_and_kv_types_apart() {
-    use baton_proto::kv_layout::KvDtype::{F16, F32};
+    use baton_proto::kv_layout::KvDtype::{F16, F32, Int4, Int8};
     let (a, again, b) = (
         open(&fixture("rand")),
         open(&fixture("rand")),
@@ -471,6 +471,8 @@ fn numerics_tell_files_and_kv_types_apart() {
     );
     assert_eq!(a.numerics(F16), again.numerics(F16));
     assert_ne!(a.numerics(F16), a.numerics(F32));
+    assert_ne!(a.numerics(F16), a.numerics(Int8));
+    assert_ne!(a.numerics(Int8), a.numerics(Int4));
     assert_ne!(a.numerics(F16), b.numerics(F16));
     let layout = a.kv_layout(16, F16);
     layout.validate().unwrap();

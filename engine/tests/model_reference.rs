@@ -334,7 +334,7 @@ fn check_independence(path: &str) {
     let vocab = model.vocab_size() as u32;
     let tokens = prompt(1, 100, vocab);
     let continuation = prompt(2, 4, vocab);
-    for dtype in [KvDtype::F32, KvDtype::F16, KvDtype::Bf16] {
+    for dtype in KvDtype::ALL {
         let base = Setup {
             dtype,
             tokens: 4096,

@@ -129,7 +129,7 @@ impl LayoutDigest {
             hasher.update(&value.to_le_bytes());
         };
         number(layout.block_size);
-        number(layout.dtype.bytes() as u32);
+        number(layout.scale_group);
         number(layout.kv_heads);
         number(layout.head_dim);
         number(layout.layers);

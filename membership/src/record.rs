@@ -211,6 +211,7 @@ pub(crate) mod tests {
                 layout: KvLayout {
                     block_size: 16,
                     dtype: KvDtype::F16,
+                    scale_group: 0,
                     kv_heads: 2,
                     head_dim: 64,
                     layers: 2,

@@ -8,9 +8,13 @@
 //! block b   | layer 0                     | layer 1 ...
 //!           | K             | V           |
 //!           | head 0 | head1| head 0 |... |
-//! K, head h : spans of 16 positions, each [head_dim][16 positions]  (lane = position)
-//! V, head h : [slot][head_dim]
+//! K, V, head h : spans of 16 positions, one behind the other
 //! ```
+//!
+//! Every block size is thus a plain concatenation of spans. Inside a span, floats lie as
+//! `[head_dim][16 positions]` (K) and `[16 positions][head_dim]` (V); `int8` and `int4` as
+//! an f16 scale and minimum per position and group of dimensions, then codes, in an order
+//! that is the kernels' own (`baton_kernels::KvShape`).
 //!
 //! Two workers exchange blocks only if their layouts agree field by field
 //! ([`KvLayout::check_peer`]).
@@ -25,6 +29,9 @@ use crate::ids::NumericsId;
 /// Positions in one span: the unit that block hashes cover and that K is transposed in.
 pub const SPAN_TOKENS: u32 = 16;
 
+/// Most dimensions that share a scale and a minimum in `int8` and `int4`.
+pub const SCALE_GROUP: u32 = 64;
+
 /// Element type of stored K and V.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -32,14 +39,21 @@ pub enum KvDtype {
     F32,
     F16,
     Bf16,
+    /// 255 steps between the least and the largest value of a group.
+    Int8,
+    /// 15 steps.
+    Int4,
 }
 
 impl KvDtype {
-    /// Bytes of one element.
-    pub const fn bytes(self) -> usize {
+    /// Every type, widest first.
+    pub const ALL: [Self; 5] = [Self::F32, Self::F16, Self::Bf16, Self::Int8, Self::Int4];
+
+    /// The [`KvLayout::scale_group`] of a layout of this type.
+    pub const fn scale_group(self) -> u32 {
         match self {
-            Self::F32 => 4,
-            Self::F16 | Self::Bf16 => 2,
+            Self::F32 | Self::F16 | Self::Bf16 => 0,
+            Self::Int8 | Self::Int4 => SCALE_GROUP,
         }
     }
 
@@ -49,6 +63,8 @@ impl KvDtype {
             Self::F32 => "f32",
             Self::F16 => "f16",
             Self::Bf16 => "bf16",
+            Self::Int8 => "int8",
+            Self::Int4 => "int4",
         }
     }
 }
@@ -63,15 +79,13 @@ impl std::str::FromStr for KvDtype {
     type Err = Error;
 
     fn from_str(text: &str) -> Result<Self, Error> {
-        match text {
-            "f32" => Ok(Self::F32),
-            "f16" => Ok(Self::F16),
-            "bf16" => Ok(Self::Bf16),
-            other => Err(Error::invalid(
-                "kv_dtype",
-                format!("`{other}` is not one of f32, f16, bf16"),
-            )),
-        }
+        Self::ALL
+            .into_iter()
+            .find(|dtype| dtype.name() == text)
+            .ok_or_else(|| {
+                let names = Self::ALL.map(Self::name).join(", ");
+                Error::invalid("kv_dtype", format!("`{text}` is not one of {names}"))
+            })
     }
 }
 
@@ -98,6 +112,9 @@ pub struct KvLayout {
     /// Positions in a block: 16, 32, 64 or 128.
     pub block_size: u32,
     pub dtype: KvDtype,
+    /// Dimensions that share a scale and a minimum, at each position; the last group of
+    /// a head may be smaller. 0 where elements are floats.
+    pub scale_group: u32,
     pub kv_heads: u32,
     pub head_dim: u32,
     /// Layers of the whole model.
@@ -108,9 +125,23 @@ pub struct KvLayout {
 }
 
 impl KvLayout {
+    /// Bytes of one kv head's K (or V) for 16 positions.
+    pub fn span_bytes(&self) -> usize {
+        let (positions, dim) = (SPAN_TOKENS as usize, self.head_dim as usize);
+        // An f16 scale and minimum per position and group.
+        let scales = || positions * dim.div_ceil(self.scale_group.max(1) as usize) * 4;
+        match self.dtype {
+            KvDtype::F32 => positions * dim * 4,
+            KvDtype::F16 | KvDtype::Bf16 => positions * dim * 2,
+            KvDtype::Int8 => scales() + positions * dim,
+            // Lines of 32 dimensions, of which the last may be half empty.
+            KvDtype::Int4 => scales() + positions * dim.next_multiple_of(32) / 2,
+        }
+    }
+
     /// Bytes of one kv head's K (or V) in one block.
     pub fn head_bytes(&self) -> usize {
-        self.block_size as usize * self.head_dim as usize * self.dtype.bytes()
+        self.block_size as usize / SPAN_TOKENS as usize * self.span_bytes()
     }
 
     /// Bytes of one layer's K and V in one block: the unit of a data frame.
@@ -153,13 +184,18 @@ impl KvLayout {
     /// [`ErrorKind::Unavailable`] with reason `LAYOUT_MISMATCH`, naming the first
     /// field that differs and both values.
     pub fn check_peer(&self, peer: &Self) -> Result<(), Error> {
-        let fields: [(&str, String, String); 7] = [
+        let fields: [(&str, String, String); 8] = [
             (
                 "block_size",
                 self.block_size.to_string(),
                 peer.block_size.to_string(),
             ),
             ("kv_dtype", self.dtype.to_string(), peer.dtype.to_string()),
+            (
+                "scale_group",
+                self.scale_group.to_string(),
+                peer.scale_group.to_string(),
+            ),
             ("layers", self.layers.to_string(), peer.layers.to_string()),
             (
                 "kv_heads",
@@ -195,8 +231,8 @@ impl KvLayout {
         Ok(())
     }
 
-    /// Whether the layout is usable at all (nonzero sizes, a known block size,
-    /// every layer in exactly one group).
+    /// Whether the layout is usable at all (nonzero sizes, a known block size and group
+    /// of scales, every layer in exactly one group).
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] naming the field.
@@ -205,6 +241,17 @@ impl KvLayout {
             return Err(Error::invalid(
                 "block_size",
                 format!("{} is not one of 16, 32, 64, 128", self.block_size),
+            ));
+        }
+        if self.scale_group != self.dtype.scale_group() {
+            return Err(Error::invalid(
+                "scale_group",
+                format!(
+                    "{} is not {}, which {} has",
+                    self.scale_group,
+                    self.dtype.scale_group(),
+                    self.dtype
+                ),
             ));
         }
         for (field, value) in [
@@ -263,6 +310,7 @@ mod tests {
         KvLayout {
             block_size: 16,
             dtype: KvDtype::F16,
+            scale_group: 0,
             kv_heads: 3,
             head_dim: 64,
             layers: 30,
@@ -278,6 +326,49 @@ mod tests {
     fn smollm2_takes_23040_bytes_a_token() {
         assert_eq!(layout().token_bytes(), 23_040);
         assert_eq!(layout().block_bytes(0), 16 * 23_040);
+    }
+
+    #[test]
+    fn fewer_bits_take_fewer_bytes() {
+        let with = |dtype: KvDtype, head_dim| KvLayout {
+            dtype,
+            scale_group: dtype.scale_group(),
+            head_dim,
+            ..layout()
+        };
+        // 64 or 32 bytes of codes and 4 of scale and minimum, for K and V of 3 heads in 30 layers.
+        assert_eq!(with(KvDtype::Int8, 64).token_bytes(), 180 * 68);
+        assert_eq!(with(KvDtype::Int4, 64).token_bytes(), 180 * 36);
+        // Two groups; three lines of 32 dimensions.
+        assert_eq!(with(KvDtype::Int8, 80).token_bytes(), 180 * 88);
+        assert_eq!(with(KvDtype::Int4, 80).token_bytes(), 180 * 56);
+    }
+
+    #[test]
+    fn every_type_is_found_by_its_name() {
+        for dtype in KvDtype::ALL {
+            assert_eq!(dtype.name().parse::<KvDtype>().unwrap(), dtype);
+        }
+        let error = "f8".parse::<KvDtype>().unwrap_err();
+        assert_eq!(error.field, "kv_dtype");
+        assert!(error.message.contains("f32, f16, bf16, int8, int4"));
+    }
+
+    #[test]
+    fn another_group_of_scales_is_refused() {
+        let ours = KvLayout {
+            dtype: KvDtype::Int4,
+            scale_group: 64,
+            ..layout()
+        };
+        let theirs = KvLayout {
+            scale_group: 32,
+            ..ours.clone()
+        };
+        let error = ours.check_peer(&theirs).unwrap_err();
+        assert_eq!(error.field, "scale_group");
+        assert!(error.message.contains("64") && error.message.contains("32"));
+        assert_eq!(theirs.validate().unwrap_err().field, "scale_group");
     }
 
     #[test]

@@ -180,6 +180,7 @@ mod tests {
             layout: KvLayout {
                 block_size: 16,
                 dtype: KvDtype::F32,
+                scale_group: 0,
                 kv_heads: 2,
                 head_dim: 8,
                 layers: 1,

@@ -275,6 +275,37 @@ async fn sliding_windows_equal_the_oracle_split_and_local() {
     }
 }
 
+/// K and V as codes: pieces of the matrix above that take every path with each.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn fewer_bits_of_kv_equal_the_oracle_split_and_local() {
+    let model = models::fixture("rand");
+    let mut random = StdRng::seed_from_u64(SEED + 4);
+    let cases: Vec<Case> = (0..60)
+        .map(|_| random_case(&mut random, 300, 160, 24))
+        .collect();
+    let growing = growing_cases(&mut random, 6..300, 130);
+    for dtype in [KvDtype::Int8, KvDtype::Int4] {
+        let mut oracle = Oracle::new(&model, dtype);
+        let cases = with_answers(&mut oracle, &cases);
+        let growing = with_answers(&mut oracle, &growing);
+        for (block_size, chunk_tokens, split, preempt) in [
+            (16, 16, true, true),
+            (32, 64, true, false),
+            (16, 512, false, true),
+            (64, 24, false, false),
+        ] {
+            let cell = Cell {
+                dtype,
+                block_size,
+                chunk_tokens,
+                split,
+                preempt,
+            };
+            run_cell(&model, &cell, &cases, &growing).await;
+        }
+    }
+}
+
 /// Pairwise cover of (dtype, block, chunk, path, pool, beside), 12 rows.
 const COVER: [(KvDtype, u32, u32, bool, bool, usize); 12] = [
     (KvDtype::F32, 16, 16, true, false, 1),

@@ -195,6 +195,8 @@ impl Pool {
                 KvDtype::F32 => baton_kernels::KvDtype::F32,
                 KvDtype::F16 => baton_kernels::KvDtype::F16,
                 KvDtype::Bf16 => baton_kernels::KvDtype::BF16,
+                KvDtype::Int8 => baton_kernels::KvDtype::Int8,
+                KvDtype::Int4 => baton_kernels::KvDtype::Int4,
             },
         };
         // SAFETY: `len` zeroed bytes start at `ptr` and live as long as this pool.
@@ -228,6 +230,7 @@ mod tests {
         KvLayout {
             block_size: 16,
             dtype: KvDtype::F16,
+            scale_group: 0,
             kv_heads: 2,
             head_dim: 16,
             layers: 3,
@@ -258,6 +261,35 @@ mod tests {
                 }
             }
             assert_eq!(next as usize, memory.region(group).len);
+        }
+    }
+
+    #[test]
+    fn layout_and_kernels_agree_on_every_size() {
+        for dtype in KvDtype::ALL {
+            for head_dim in [16, 48, 64, 80, 96, 128, 256] {
+                let layout = KvLayout {
+                    dtype,
+                    scale_group: dtype.scale_group(),
+                    head_dim,
+                    ..layout()
+                };
+                let memory = KvMemory::allocate(layout.clone(), &[2, 1]).unwrap();
+                for group in 0..2 {
+                    let shape = *memory.view(group).shape();
+                    assert_eq!(
+                        shape.head_bytes(),
+                        layout.head_bytes(),
+                        "{dtype} {head_dim}"
+                    );
+                    assert_eq!(shape.block_bytes(), layout.block_bytes(group));
+                    assert_eq!(shape.layer_bytes(), layout.layer_bytes());
+                }
+                assert_eq!(
+                    baton_kernels::KV_GROUP as u32,
+                    baton_proto::kv_layout::SCALE_GROUP
+                );
+            }
         }
     }
 

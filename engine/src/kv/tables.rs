@@ -359,6 +359,7 @@ mod tests {
         let layout = KvLayout {
             block_size: 16,
             dtype: KvDtype::F16,
+            scale_group: 0,
             kv_heads: 1,
             head_dim: 16,
             layers: 2,

@@ -44,6 +44,7 @@ pub fn layout(block_size: u32) -> KvLayout {
     KvLayout {
         block_size,
         dtype: KvDtype::F16,
+        scale_group: 0,
         kv_heads: 1,
         head_dim: 16,
         layers: 3,

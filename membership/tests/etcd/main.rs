@@ -57,6 +57,7 @@ fn record(id: &str, epoch: u64) -> WorkerRecord {
             layout: KvLayout {
                 block_size: 16,
                 dtype: KvDtype::F16,
+                scale_group: 0,
                 kv_heads: 2,
                 head_dim: 64,
                 layers: 1,

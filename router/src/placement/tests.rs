@@ -17,6 +17,7 @@ fn card() -> ModelCard {
         layout: KvLayout {
             block_size: 16,
             dtype: KvDtype::F16,
+            scale_group: 0,
             kv_heads: 1,
             head_dim: 8,
             layers: 1,

@@ -140,6 +140,7 @@ pub fn card(model: &str) -> ModelCard {
         layout: KvLayout {
             block_size: 16,
             dtype: KvDtype::F32,
+            scale_group: 0,
             kv_heads: 1,
             head_dim: 8,
             layers: 1,
