@@ -156,7 +156,7 @@ impl Kernels {
             unsafe { work.slice(thread * per_thread..(thread + 1) * per_thread) }
         };
 
-        let items = call.items();
+        let (items, threads) = (call.items(), self.threads());
         let next = AtomicUsize::new(0);
         if self.threads() == 1 || items >= ITEMS_PER_THREAD * self.threads() {
             self.pool().run(&|thread| {
@@ -166,7 +166,14 @@ impl Kernels {
                     if item >= items {
                         return;
                     }
-                    call.whole_item(&call.item(item), &mut workspace, &mut records);
+                    let following = item + threads;
+                    let following = (following < items).then(|| call.item(following));
+                    call.whole_item(
+                        &call.item(item),
+                        following.as_ref(),
+                        &mut workspace,
+                        &mut records,
+                    );
                 }
             });
             return;
@@ -196,7 +203,13 @@ impl Kernels {
                 }
                 // SAFETY: units are handed out once, so their parts are disjoint.
                 let records = unsafe { shared.slice(unit * per_unit..(unit + 1) * per_unit) };
-                call.tile(&it, *tile, &mut workspace, records);
+                let following = units
+                    .get(unit + threads)
+                    .map(|(item, tile)| (call.item(*item), *tile));
+                let ahead = following
+                    .as_ref()
+                    .map(|(item, tile)| call.place(item, *tile));
+                call.tile(&it, *tile, &mut workspace, records, ahead);
             }
         });
         let mut unit = 0;
@@ -301,15 +314,21 @@ impl<'a> Call<'a> {
     fn whole_item(
         &self,
         item: &Item<'_>,
+        following: Option<&Item<'_>>,
         workspace: &mut Workspace<'_>,
         records: &mut Records<'_>,
     ) {
         self.pack_queries(item, workspace.q);
         for tile in item.tiles.clone() {
-            if tile == item.tiles.start {
-                self.tile(item, tile, workspace, records.total);
+            let ahead = if tile + 1 < item.tiles.end {
+                Some(self.place(item, tile + 1))
             } else {
-                self.tile(item, tile, workspace, records.tile);
+                following.map(|item| self.place(item, item.tiles.start))
+            };
+            if tile == item.tiles.start {
+                self.tile(item, tile, workspace, records.total, ahead);
+            } else {
+                self.tile(item, tile, workspace, records.tile, ahead);
                 self.merge(item, tile, records.tile, records.total);
             }
         }
@@ -327,7 +346,7 @@ impl<'a> Call<'a> {
                     + (item.first_head + head) * dim;
                 let (q, query) = (&self.q[at..at + dim], row * item.heads + head);
                 if codes {
-                    Queries::pack(to, queries, query, q);
+                    Queries::pack(to, queries, query, q, self.params.scale);
                     continue;
                 }
                 for (d, q) in q.iter().enumerate() {
@@ -337,15 +356,8 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The partial results of one tile.
-    fn tile(
-        &self,
-        item: &Item<'_>,
-        tile: usize,
-        workspace: &mut Workspace<'_>,
-        records: &mut [f32],
-    ) {
-        let place = Place {
+    fn place<'b>(&'b self, item: &Item<'b>, tile: usize) -> Place<'b> {
+        Place {
             kv: self.kv,
             layer: self.layer,
             kv_head: item.kv_head,
@@ -353,7 +365,21 @@ impl<'a> Call<'a> {
             heads: item.heads,
             params: self.params,
             tile,
-        };
+        }
+    }
+
+    /// The partial results of one tile. `ahead` is what this thread probably computes next.
+    fn tile(
+        &self,
+        item: &Item<'_>,
+        tile: usize,
+        workspace: &mut Workspace<'_>,
+        records: &mut [f32],
+        ahead: Option<Place<'_>>,
+    ) {
+        let place = self.place(item, tile);
+        // Rows of a chunk read the same K and V again and again, so these are in the caches.
+        let ahead = ahead.filter(|_| item.rows.len() == 1);
         macro_rules! floats {
             ($element:ty) => {{
                 let kernel = FloatTile::<$element> {
@@ -361,6 +387,7 @@ impl<'a> Call<'a> {
                     q: workspace.q,
                     scores: workspace.scores,
                     records,
+                    ahead,
                     element: PhantomData,
                 };
                 // SAFETY: the instruction set was checked; the pool is readable where the rows see it, by the
@@ -380,6 +407,7 @@ impl<'a> Call<'a> {
                     scores: workspace.scores,
                     weights: workspace.weights,
                     records,
+                    ahead,
                     codes: PhantomData,
                 };
                 // SAFETY: as above.

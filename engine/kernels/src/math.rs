@@ -95,18 +95,8 @@ pub(crate) unsafe fn exp<S: Simd>(x: S::F) -> S::F {
             p = S::fma(p, r, S::splat(*c));
         }
         let p = S::add(S::fma(p, S::mul(r, r), r), S::splat(1.0));
-        // In two steps, so that results below the normal range and infinity come out by themselves.
-        let half = S::half_i(n);
-        S::mul(S::mul(p, pow2::<S>(half)), pow2::<S>(S::sub_i(n, half)))
+        S::times_power_of_two(p, n, n_float)
     }
-}
-
-/// # Safety
-/// The processor has `S`'s instruction set.
-#[inline(always)]
-unsafe fn pow2<S: Simd>(n: S::I) -> S::F {
-    // SAFETY: the caller's promise.
-    unsafe { S::from_bits(S::to_exponent(S::add_i(n, S::splat_i(127)))) }
 }
 
 /// `cap * tanh(x / cap)` of each lane.

@@ -268,29 +268,31 @@ impl<'a> Slot<'a> {
 /// A query as scores read it: its values, or scale, scaled sum and codes of each group.
 pub struct Query {
     values: Vec<f32>,
+    score_scale: f32,
     groups: Vec<(f32, f32, Vec<i8>)>,
 }
 
 impl Query {
-    pub fn new(dtype: KvDtype, q: &[f32]) -> Query {
+    pub fn new(dtype: KvDtype, q: &[f32], score_scale: f32) -> Query {
         let mut groups_of = Vec::new();
         if matches!(dtype, KvDtype::Int8 | KvDtype::Int4) {
             for dims in groups(q.len()) {
                 let mut codes = vec![0; dims.len()];
-                let (scale, sum) = quantize_query(&q[dims], &mut codes);
+                let (scale, sum) = quantize_query(&q[dims], score_scale, &mut codes);
                 groups_of.push((scale, sum, codes));
             }
         }
         Query {
             values: q.to_vec(),
+            score_scale,
             groups: groups_of,
         }
     }
 
-    /// What each value counts as.
+    /// What each value counts as, times the scale of scores.
     pub fn values(&self) -> Vec<f32> {
         if self.groups.is_empty() {
-            return self.values.clone();
+            return self.values.iter().map(|q| q * self.score_scale).collect();
         }
         let values = |(scale, _, codes): &(f32, f32, Vec<i8>)| -> Vec<f32> {
             codes.iter().map(|code| scale * f32::from(*code)).collect()
@@ -304,7 +306,7 @@ impl Query {
             for (d, q) in self.values.iter().enumerate() {
                 s = q.mul_add(k.value(d), s);
             }
-            return s;
+            return s * self.score_scale;
         }
         let mut d = 0;
         for (g, (scale, sum, codes)) in self.groups.iter().enumerate() {
@@ -383,7 +385,7 @@ pub fn attention_head(
         let place = (row.table[j / size], j % size);
         Slot::new(kv, layer, place, kv_head, is_k)
     };
-    let q = Query::new(shape.dtype, q);
+    let q = Query::new(shape.dtype, q, params.scale);
     let end = row.position as usize + 1;
     let start = params.window.map_or(0, |w| end.saturating_sub(w as usize));
     let (mut m, mut l, mut acc) = (0.0f32, 0.0f32, vec![0.0f32; dim]);
@@ -392,7 +394,7 @@ pub fn attention_head(
         let mut scores = Vec::new();
         let mut maxima = [f32::NEG_INFINITY; LANES];
         for j in visible.clone() {
-            let mut s = q.score(slot(j, true)) * params.scale;
+            let mut s = q.score(slot(j, true));
             if let Some(cap) = params.soft_cap {
                 s = soft_cap(s, cap);
             }

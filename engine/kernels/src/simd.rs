@@ -73,8 +73,20 @@ pub(crate) trait Simd: Copy {
     /// `x << 23`.
     unsafe fn to_exponent(x: Self::I) -> Self::I;
 
-    /// Writes the low byte of each lane: 16 bytes.
-    unsafe fn store_low_bytes(to: *mut i8, x: Self::I);
+    /// `x * 2^n`, rounded once, for `x` in 0.5..2 and an integer `n` in -250..=250, given both ways.
+    #[inline(always)]
+    unsafe fn times_power_of_two(x: Self::F, n: Self::I, _n_float: Self::F) -> Self::F {
+        // SAFETY: the trait's contract.
+        unsafe {
+            let power = |n| Self::from_bits(Self::to_exponent(Self::add_i(n, Self::splat_i(127))));
+            // In two steps, the first exact, so that results below the normal range and infinity come out by themselves.
+            let half = Self::half_i(n);
+            Self::mul(Self::mul(x, power(half)), power(Self::sub_i(n, half)))
+        }
+    }
+
+    /// Writes bits 7 to 14 of each lane to `high` and bits 0 to 6 to `low`: 16 bytes each.
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I);
 
     /// Reads 64 bytes.
     unsafe fn load_codes(from: *const u8) -> Self::B;
@@ -113,13 +125,14 @@ pub(crate) trait Simd: Copy {
     }
 }
 
-/// Asks for the cache line at an address, which need not be valid. Never changes a result.
+/// Asks for the cache line at an address, which need not be valid, to come to the second-level cache: the first level has
+/// too few lines under way to keep memory busy. Never changes a result.
 #[inline(always)]
 pub(crate) fn prefetch(at: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch accesses nothing, and SSE is part of the architecture.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(at.cast());
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast());
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;

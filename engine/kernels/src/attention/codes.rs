@@ -5,12 +5,13 @@
 //! the few float operations per span and group:
 //!
 //! ```text
-//! per query and group, once:  qs = largest |q| / 127,  qc = q / qs rounded,  qsum = qs * (sum of qc)
-//! scores[q][j] = soft_cap(scale * s), from s = 0, for each group upwards:
+//! per query and group, once:  amax = largest |q|,  qc = q * (1 / (amax / 127)) rounded
+//!                             qs = amax / 127 * scale,  qsum = qs * (sum of qc)
+//! scores[q][j] = soft_cap(s), from s = 0, for each group upwards:
 //!                s = fma(ks[j] * qs, sum of qc * kc[j], s);  s = fma(kmin[j], qsum, s)        lane = position
 //!
-//! per query and group:        w[j] = p[j] * vs[j],  wmax = largest w,  ws = wmax / 16256
-//!                             wc[j] = w[j] * (16256 / wmax) rounded
+//! per query and group:        w[j] = p[j] * vs[j],  wmax = largest w,  ws = wmax / 16383
+//!                             wc[j] = w[j] * (16383 / wmax) rounded
 //!                             wmin = sum of p[j] * vmin[j]        16 lanes (position mod 16) in order, one tree
 //! acc[q][d] = fma(ws, sum over the tile's visible j of wc[j] * vc[j][d], wmin)                lane = dimension
 //! ```
@@ -20,7 +21,7 @@
 //!
 //! Weights have 14 bits, because a tile may hold one weight that outshines the sum of all others a hundredfold (the
 //! first position of a text often does), and 7 bits would round the others away. They are taken apart as
-//! `wc = 128 * high + low`, both in 8 bits, and multiplied in two integer dots whose sums stay exact:
+//! `wc = 128 * high + low`, both of 7 bits, and multiplied in two integer dots whose sums stay exact:
 //! `255 * 127 * 256 < 2^24`. Hidden positions have the weight code 0, so what stands there does not matter, and rows of
 //! a block need not be told apart.
 //!
@@ -31,26 +32,32 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::tile::{HEADER, Place, SPANS, lanes, over_queries};
+use super::tile::{Ahead, HEADER, Place, SOFTMAX_CYCLES, Spans, is_whole, lanes, over_queries};
 use super::{AttentionParams, KV_TILE, QUERIES};
 use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN};
 use crate::math::{self, LANES, ROUND_MAGIC, tree_max, tree_sum};
 use crate::simd::{Kernel, Simd};
 
-/// Largest code of a weight: `high` is at most 127.
-pub(crate) const WEIGHT_MAX: f32 = 16_256.0;
+/// Largest code of a weight.
+pub(crate) const WEIGHT_MAX: f32 = 16_383.0;
 /// What `high` counts.
-pub(crate) const WEIGHT_HIGH: f32 = 128.0;
+const WEIGHT_HIGH: f32 = 128.0;
 /// Largest code of a query.
-pub(crate) const QUERY_MAX: f32 = 127.0;
+const QUERY_MAX: f32 = 127.0;
 
 /// Bytes of one line of codes, a step of 16 dot products (two steps with int4).
 const LINE: usize = 64;
 /// Bytes of a query's weight codes in a tile: high, then low.
 const WEIGHT_CODES: usize = 2 * KV_TILE;
 
-/// f32 of working memory per item: weights of one query, then the codes of all.
-pub(super) const WEIGHTS: usize = KV_TILE + QUERIES * WEIGHT_CODES / 4;
+/// Queries whose weights are made together.
+const WEIGHED: usize = 4;
+
+/// Cycles that making 16 weights of a group takes.
+const WEIGH_CYCLES: usize = 14;
+
+/// f32 of working memory per item: weights of some queries, then the codes of all.
+pub(super) const WEIGHTS: usize = WEIGHED * KV_TILE + QUERIES * WEIGHT_CODES / 4;
 
 /// How codes lie in a line.
 pub(super) trait Codes {
@@ -76,8 +83,9 @@ pub(crate) fn groups(head_dim: usize) -> impl Iterator<Item = Range<usize>> {
         .map(move |first| first..(first + KV_GROUP).min(head_dim))
 }
 
-/// Scale and codes of one group of a query; `codes` has the group's length. Returns `(qs, qsum)`.
-pub(crate) fn quantize_query(q: &[f32], codes: &mut [i8]) -> (f32, f32) {
+/// Codes of one group of a query, one per value. Returns `(qs, qsum)`.
+#[inline(always)]
+pub(crate) fn quantize_query(q: &[f32], score_scale: f32, codes: &mut [i8]) -> (f32, f32) {
     // On the bits, so that a NaN is the largest and makes the scale NaN.
     let largest = f32::from_bits(q.iter().map(|q| q.abs().to_bits()).max().unwrap_or(0));
     let scale = largest / QUERY_MAX;
@@ -93,6 +101,7 @@ pub(crate) fn quantize_query(q: &[f32], codes: &mut [i8]) -> (f32, f32) {
         *code = (q * inverse + ROUND_MAGIC).to_bits() as i8;
         sum += i32::from(*code);
     }
+    let scale = scale * score_scale;
     (scale, scale * sum as f32)
 }
 
@@ -110,14 +119,14 @@ pub(super) struct Queries<'a> {
 impl Queries<'_> {
     /// Stores one query as number `query` of `queries`.
     #[inline(always)]
-    pub fn pack(memory: &mut [f32], queries: usize, query: usize, q: &[f32]) {
+    pub fn pack(memory: &mut [f32], queries: usize, query: usize, q: &[f32], score_scale: f32) {
         let (codes, scales) = memory.split_at_mut(q.len() / 4 * queries);
         let codes: &mut [[i8; 4]] = bytemuck::cast_slice_mut(codes);
         let (scales, sums) = scales.split_at_mut(q.len().div_ceil(KV_GROUP) * queries);
         for (g, dims) in groups(q.len()).enumerate() {
             let mut group = [0i8; KV_GROUP];
             let group = &mut group[..dims.len()];
-            let (scale, sum) = quantize_query(&q[dims.clone()], group);
+            let (scale, sum) = quantize_query(&q[dims.clone()], score_scale, group);
             scales[g * queries + query] = scale;
             sums[g * queries + query] = sum;
             for (i, quad) in group.as_chunks::<4>().0.iter().enumerate() {
@@ -159,6 +168,8 @@ pub(super) struct CodeTile<'a, C> {
     pub weights: &'a mut [f32],
     /// One per query; of no meaning where a row sees nothing of the tile.
     pub records: &'a mut [f32],
+    /// The tile to ask memory for, if this is worth it.
+    pub ahead: Option<Place<'a>>,
     pub codes: PhantomData<C>,
 }
 
@@ -173,9 +184,14 @@ impl<C: Codes> Kernel for CodeTile<'_, C> {
         assert!(self.records.len() >= queries * self.place.record());
         // SAFETY: the processor's instruction set is the caller's promise; the buffers were just checked.
         unsafe {
-            self.scores::<S>(queries);
-            self.place.softmax::<S>(self.scores, self.records);
-            self.values::<S>(queries);
+            let spans = self.place.spans();
+            let dim = self.place.params.head_dim;
+            let weigh = dim.div_ceil(KV_GROUP) * WEIGH_CYCLES;
+            let cycles = queries * spans.count * (dim / 4 + SOFTMAX_CYCLES + weigh + dim / 2);
+            let ahead = &mut Ahead::new(self.ahead, cycles);
+            self.scores::<S>(queries, &spans, ahead);
+            self.place.softmax::<S>(self.scores, self.records, ahead);
+            self.values::<S>(queries, &spans, ahead);
         }
     }
 }
@@ -184,27 +200,27 @@ impl<C: Codes> CodeTile<'_, C> {
     /// # Safety
     /// The processor has `S`'s instruction set, and `run` has checked the buffers.
     #[inline(always)]
-    unsafe fn scores<S: Simd>(&mut self, queries: usize) {
-        let spans = self.place.spans();
-        let mut span = spans.start;
-        let scores = self.scores.as_mut_ptr();
+    unsafe fn scores<S: Simd>(&mut self, queries: usize, spans: &Spans, ahead: &mut Ahead) {
+        let k = &spans.k[..spans.count];
+        let mut span = 0;
+        let scores = self.scores[spans.first * KV_SPAN..].as_mut_ptr();
         let (q, params) = (&self.q, *self.place.params);
         // SAFETY: every span holds a visible position, so its block is readable in full, and scores of 16 positions
         // per span fit the tile's `KV_TILE` scores per query.
         unsafe {
             // Several spans at once hide the latency of the dots and share the broadcast of the query's codes.
-            while const { S::QUERIES >= 8 } && span + 4 <= spans.end {
-                let k: [*const u8; 4] = std::array::from_fn(|i| self.place.k(span + i));
+            while const { S::QUERIES >= 8 } && span + 4 <= k.len() {
+                let k: [*const u8; 4] = std::array::from_fn(|i| k[span + i]);
                 let to = scores.add(span * KV_SPAN);
                 over_queries!(queries, [3 2 1], at => score_spans::<S, C, 4>(
-                    k, q, at, &params, to.add(at * KV_TILE)));
+                    k, ahead, q, at, &params, to.add(at * KV_TILE)));
                 span += 4;
             }
-            while span < spans.end {
-                let k = [self.place.k(span)];
+            while span < k.len() {
+                let k = [k[span]];
                 let to = scores.add(span * KV_SPAN);
                 over_queries!(queries, [8 4 2 1], at => score_spans::<S, C, 1>(
-                    k, q, at, &params, to.add(at * KV_TILE)));
+                    k, ahead, q, at, &params, to.add(at * KV_TILE)));
                 span += 1;
             }
         }
@@ -215,27 +231,31 @@ impl<C: Codes> CodeTile<'_, C> {
     /// # Safety
     /// As [`scores`](Self::scores), and the softmax has run.
     #[inline(always)]
-    unsafe fn values<S: Simd>(&mut self, queries: usize) {
+    unsafe fn values<S: Simd>(&mut self, queries: usize, spans: &Spans, ahead: &mut Ahead) {
         let dim = self.place.params.head_dim;
         let record = self.place.record();
-        let spans = self.place.spans();
-        let mut v = [std::ptr::null(); SPANS];
-        for (v, span) in v.iter_mut().zip(spans.clone()) {
-            *v = self.place.v(span);
-        }
-        let v = &v[..spans.len()];
         let line_dims = if C::NIBBLES { 2 * LANES } else { LANES };
+        let (weights, codes) = self.weights.split_at_mut(WEIGHED * KV_TILE);
         for (group, dims) in groups(dim).enumerate() {
             let mut factors = [(0.0, 0.0); QUERIES];
-            for (query, factors) in factors[..queries].iter_mut().enumerate() {
-                // SAFETY: passed on.
-                *factors = unsafe { self.weigh::<S>(query, group, spans.clone(), v) };
+            let weighing = Weighing {
+                place: &self.place,
+                spans,
+                header: group * GROUP_HEADER,
+                p: self.scores.as_ptr(),
+                weights: weights.as_mut_ptr(),
+                codes: codes.as_mut_ptr().cast(),
+            };
+            // SAFETY: passed on; the buffers were checked.
+            unsafe {
+                over_queries!(queries, [4 3 2 1], at => weigh::<S, C, 1>(
+                    &weighing, at, &mut factors[at..], ahead));
             }
             let strip = Strip {
-                v,
+                v: &spans.v[..spans.count],
                 first: groups(dim).count() * GROUP_HEADER + dims.start / line_dims * LINE,
                 quad_bytes: dim.div_ceil(line_dims) * LINE,
-                weights: self.weights[KV_TILE..].as_ptr().cast(),
+                weights: codes.as_ptr().cast(),
             };
             // SAFETY: as `scores`; weight codes of all spans of `v` were just written for every query.
             unsafe {
@@ -250,55 +270,80 @@ impl<C: Codes> CodeTile<'_, C> {
                     };
                     if const { S::QUERIES >= 8 } && left >= 4 * LANES {
                         over_queries!(queries, [3 2 1], at => add_values::<S, C, 4>(
-                            strip, at, &factors, acc.add(at * record), record));
+                            strip, at, &factors, ahead, acc.add(at * record), record));
                         d += 4 * LANES;
                     } else if left >= 2 * LANES {
                         over_queries!(queries, [6 3 2 1], at => add_values::<S, C, 2>(
-                            strip, at, &factors, acc.add(at * record), record));
+                            strip, at, &factors, ahead, acc.add(at * record), record));
                         d += 2 * LANES;
                     } else {
                         over_queries!(queries, [8 3 2 1], at => add_values::<S, C, 1>(
-                            strip, at, &factors, acc.add(at * record), record));
+                            strip, at, &factors, ahead, acc.add(at * record), record));
                         d += LANES;
                     }
                 }
             }
         }
     }
+}
 
-    /// Weight codes of one query and group. Returns `(ws, wmin)`.
-    ///
-    /// # Safety
-    /// As [`values`](Self::values).
-    #[inline(always)]
-    unsafe fn weigh<S: Simd>(
-        &mut self,
-        query: usize,
-        group: usize,
-        spans: Range<usize>,
-        v: &[*const u8],
-    ) -> (f32, f32) {
-        let visible = self.place.visible(query / self.place.heads);
-        let p = self.scores[query * KV_TILE..][..KV_TILE].as_ptr();
-        let (w, codes) = self.weights.split_at_mut(KV_TILE);
-        let w = w.as_mut_ptr();
-        let codes = codes[query * WEIGHT_CODES / 4..][..WEIGHT_CODES / 4].as_mut_ptr();
-        // SAFETY: spans lie within the tile; each span of V starts with its groups' headers.
-        unsafe {
-            let zero = S::splat(0.0);
-            let (mut largest, mut minimums) = (zero, zero);
-            for (i, (span, v)) in spans.clone().zip(v).enumerate() {
-                let (from, to) = lanes(&visible, span);
-                let header = v.add(group * GROUP_HEADER).cast::<u16>();
-                let p = S::keep(from, to, S::load(p.add(span * KV_SPAN)), zero);
-                let scale = S::keep(from, to, S::load_f16(header), zero);
-                let minimum = S::keep(from, to, S::load_f16(header.add(KV_SPAN)), zero);
+/// What weights of a group are made from.
+struct Weighing<'a> {
+    place: &'a Place<'a>,
+    spans: &'a Spans,
+    /// Where the group's header lies in a span.
+    header: usize,
+    /// `[queries][KV_TILE]`
+    p: *const f32,
+    /// `[WEIGHED][KV_TILE]`, for use in between.
+    weights: *mut f32,
+    /// `[queries][high|low][KV_TILE]`, from the first span on.
+    codes: *mut i8,
+}
+
+/// Weight codes and the factors `(ws, wmin)` of queries `at..at + Q` for one group. `C` and `N` are of no meaning.
+///
+/// # Safety
+/// The processor has `S`'s instruction set; the spans of V start with their groups' headers; the buffers hold what
+/// `x` says, and `factors` has `Q` entries.
+#[inline(always)]
+unsafe fn weigh<S: Simd, C: Codes, const Q: usize, const N: usize>(
+    x: &Weighing<'_>,
+    at: usize,
+    factors: &mut [(f32, f32)],
+    ahead: &mut Ahead,
+) {
+    let visible: [Range<usize>; Q] =
+        std::array::from_fn(|q| x.place.visible((at + q) / x.place.heads));
+    // Rows ascend.
+    let seen_by_all = visible[Q - 1].start..visible[0].end;
+    // SAFETY: the caller's promise; spans lie within the tile.
+    unsafe {
+        let zero = S::splat(0.0);
+        let (mut largest, mut minimums) = ([zero; Q], [zero; Q]);
+        for (i, v) in x.spans.v[..x.spans.count].iter().enumerate() {
+            let span = x.spans.first + i;
+            ahead.passed(Q * WEIGH_CYCLES);
+            let header = v.add(x.header).cast::<u16>();
+            let (scale, minimum) = (S::load_f16(header), S::load_f16(header.add(KV_SPAN)));
+            let whole = is_whole(&seen_by_all, span);
+            for q in 0..Q {
+                let mut p = S::load(x.p.add((at + q) * KV_TILE + span * KV_SPAN));
+                let (mut scale, mut minimum) = (scale, minimum);
+                if !whole {
+                    let (from, to) = lanes(&visible[q], span);
+                    p = S::keep(from, to, p, zero);
+                    scale = S::keep(from, to, scale, zero);
+                    minimum = S::keep(from, to, minimum, zero);
+                }
                 let weight = S::mul(p, scale);
-                S::store(w.add(i * KV_SPAN), weight);
-                largest = S::max(weight, largest);
-                minimums = S::fma(p, minimum, minimums);
+                S::store(x.weights.add(q * KV_TILE + i * KV_SPAN), weight);
+                largest[q] = S::max(weight, largest[q]);
+                minimums[q] = S::fma(p, minimum, minimums[q]);
             }
-            let largest = tree_max(&S::to_array(largest));
+        }
+        for q in 0..Q {
+            let largest = tree_max(&S::to_array(largest[q]));
             let inverse = WEIGHT_MAX / largest;
             // Nothing to see, or scales so small that their inverse is not a number to multiply by.
             let inverse = if inverse == f32::INFINITY {
@@ -306,18 +351,15 @@ impl<C: Codes> CodeTile<'_, C> {
             } else {
                 inverse
             };
-            let magic = S::splat(ROUND_MAGIC);
-            let codes = codes.cast::<i8>();
-            for i in 0..v.len() {
-                let weight = S::load(w.add(i * KV_SPAN));
-                let code = S::sub(S::fma(weight, S::splat(inverse), magic), magic);
-                let high = S::fma(code, S::splat(1.0 / WEIGHT_HIGH), magic);
-                let rest = S::fma(S::sub(high, magic), S::splat(-WEIGHT_HIGH), code);
-                S::store_low_bytes(codes.add(i * KV_SPAN), S::bits(high));
-                let low = S::bits(S::add(rest, magic));
-                S::store_low_bytes(codes.add(KV_TILE + i * KV_SPAN), low);
+            let codes = x.codes.add((at + q) * WEIGHT_CODES);
+            for i in 0..x.spans.count {
+                let weight = S::load(x.weights.add(q * KV_TILE + i * KV_SPAN));
+                // Rounds to nearest, ties to even; the integer stands in the low bits.
+                let code = S::bits(S::fma(weight, S::splat(inverse), S::splat(ROUND_MAGIC)));
+                let high = codes.add(i * KV_SPAN);
+                S::store_halves(high, high.add(KV_TILE), code);
             }
-            (largest / WEIGHT_MAX, tree_sum(&S::to_array(minimums)))
+            factors[q] = (largest / WEIGHT_MAX, tree_sum(&S::to_array(minimums[q])));
         }
     }
 }
@@ -330,6 +372,7 @@ impl<C: Codes> CodeTile<'_, C> {
 #[inline(always)]
 unsafe fn score_spans<S: Simd, C: Codes, const Q: usize, const N: usize>(
     k: [*const u8; N],
+    ahead: &mut Ahead,
     q: &Queries<'_>,
     at: usize,
     params: &AttentionParams,
@@ -343,6 +386,7 @@ unsafe fn score_spans<S: Simd, C: Codes, const Q: usize, const N: usize>(
             let mut dots = [[S::splat_i(0); Q]; N];
             while 4 * quad < dims.end {
                 let line = headers + if C::NIBBLES { quad / 2 } else { quad } * LINE;
+                ahead.passed(Q * N * if C::NIBBLES { 2 } else { 1 });
                 let mut lines = [S::load_codes(k[0].add(line)); N];
                 for n in 1..N {
                     lines[n] = S::load_codes(k[n].add(line));
@@ -376,11 +420,8 @@ unsafe fn score_spans<S: Simd, C: Codes, const Q: usize, const N: usize>(
                     let both = S::mul(scale, S::splat(*q_scale.add(i)));
                     let mut score = S::fma(both, S::to_float(dot), before);
                     score = S::fma(minimum, S::splat(*q_sum.add(i)), score);
-                    if last {
-                        score = S::mul(score, S::splat(params.scale));
-                        if let Some(cap) = params.soft_cap {
-                            score = math::soft_cap::<S>(score, S::splat(cap));
-                        }
+                    if let (true, Some(cap)) = (last, params.soft_cap) {
+                        score = math::soft_cap::<S>(score, S::splat(cap));
                     }
                     S::store(to, score);
                 }
@@ -446,6 +487,7 @@ unsafe fn add_values<S: Simd, C: Codes, const Q: usize, const N: usize>(
     strip: Strip<'_>,
     at: usize,
     factors: &[(f32, f32); QUERIES],
+    ahead: &mut Ahead,
     acc: *mut f32,
     record: usize,
 ) {
@@ -456,6 +498,7 @@ unsafe fn add_values<S: Simd, C: Codes, const Q: usize, const N: usize>(
         for (i, v) in strip.v.iter().enumerate() {
             let v = v.add(strip.first);
             for quad in 0..KV_SPAN / 4 {
+                ahead.passed(2 * Q * N);
                 let lines = load_lines::<S, C, N>(v.add(quad * strip.quad_bytes));
                 let weights = weights.add(i * KV_SPAN + quad * 4);
                 for (q, sums) in sums.iter_mut().enumerate() {

@@ -15,7 +15,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::tile::{HEADER, Place, over_queries};
+use super::tile::{Ahead, HEADER, Place, SOFTMAX_CYCLES, Spans, over_queries};
 use super::{AttentionParams, KV_TILE};
 use crate::kv::KV_SPAN;
 use crate::math::{self, LANES};
@@ -30,6 +30,8 @@ pub(super) struct FloatTile<'a, E> {
     pub scores: &'a mut [f32],
     /// One per query; left alone where a row sees nothing of the tile.
     pub records: &'a mut [f32],
+    /// The tile to ask memory for, if this is worth it.
+    pub ahead: Option<Place<'a>>,
     pub element: PhantomData<E>,
 }
 
@@ -44,9 +46,12 @@ impl<E: Element> Kernel for FloatTile<'_, E> {
         assert!(self.records.len() >= queries * self.place.record());
         // SAFETY: the processor's instruction set is the caller's promise; the buffers were just checked.
         unsafe {
-            self.scores::<S>(queries);
-            self.place.softmax::<S>(self.scores, self.records);
-            self.values::<S>();
+            let spans = self.place.spans();
+            let cycles = queries * spans.count * (2 * dim + SOFTMAX_CYCLES);
+            let ahead = &mut Ahead::new(self.ahead, cycles);
+            self.scores::<S>(queries, &spans, ahead);
+            self.place.softmax::<S>(self.scores, self.records, ahead);
+            self.values::<S>(ahead);
         }
     }
 }
@@ -55,34 +60,36 @@ impl<E: Element> FloatTile<'_, E> {
     /// # Safety
     /// The processor has `S`'s instruction set, and `run` has checked the buffers.
     #[inline(always)]
-    unsafe fn scores<S: Simd>(&mut self, queries: usize) {
-        let spans = self.place.spans();
-        let mut span = spans.start;
+    unsafe fn scores<S: Simd>(&mut self, queries: usize, spans: &Spans, ahead: &mut Ahead) {
+        let k = &spans.k[..spans.count];
+        let mut span = 0;
         let (q, scores) = (self.q.as_ptr(), self.scores.as_mut_ptr());
+        // SAFETY: a tile has as many scores per query as positions.
+        let scores = unsafe { scores.add(spans.first * KV_SPAN) };
         let params = *self.place.params;
         // SAFETY: every span holds a visible position, so its block is readable in full, and scores of 16 positions
         // per span fit the tile's `KV_TILE` scores per query.
         unsafe {
             // Few queries alone cannot hide the latency of their sums, so they take several spans at once.
-            while const { S::QUERIES >= 8 } && span + 4 <= spans.end && queries <= 3 {
-                let k: [*const u8; 4] = std::array::from_fn(|i| self.place.k(span + i));
+            while const { S::QUERIES >= 8 } && span + 4 <= k.len() && queries <= 3 {
+                let k: [*const u8; 4] = std::array::from_fn(|i| k[span + i]);
                 let to = scores.add(span * KV_SPAN);
                 over_queries!(queries, [3 2 1], at => score_spans::<S, E, 4>(
-                    k, q.add(at), queries, &params, to.add(at * KV_TILE)));
+                    k, ahead, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 4;
             }
-            while const { S::QUERIES >= 3 } && span + 2 <= spans.end && queries <= 6 {
-                let k: [*const u8; 2] = std::array::from_fn(|i| self.place.k(span + i));
+            while const { S::QUERIES >= 3 } && span + 2 <= k.len() && queries <= 6 {
+                let k: [*const u8; 2] = std::array::from_fn(|i| k[span + i]);
                 let to = scores.add(span * KV_SPAN);
                 over_queries!(queries, [6 4 3 2 1], at => score_spans::<S, E, 2>(
-                    k, q.add(at), queries, &params, to.add(at * KV_TILE)));
+                    k, ahead, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 2;
             }
-            while span < spans.end {
-                let k = [self.place.k(span)];
+            while span < k.len() {
+                let k = [k[span]];
                 let to = scores.add(span * KV_SPAN);
                 over_queries!(queries, [8 4 2 1], at => score_spans::<S, E, 1>(
-                    k, q.add(at), queries, &params, to.add(at * KV_TILE)));
+                    k, ahead, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 1;
             }
         }
@@ -93,7 +100,7 @@ impl<E: Element> FloatTile<'_, E> {
     /// # Safety
     /// As [`scores`](Self::scores), and `softmax` has run.
     #[inline(always)]
-    unsafe fn values<S: Simd>(&mut self) {
+    unsafe fn values<S: Simd>(&mut self, ahead: &mut Ahead) {
         let record = self.place.record();
         let count = self.place.rows.len();
         for query in 0..count * self.place.heads {
@@ -119,7 +126,7 @@ impl<E: Element> FloatTile<'_, E> {
                 }
             };
             // SAFETY: passed on; the positions are visible to the rows.
-            unsafe { self.accumulate::<S>(positions, rows) };
+            unsafe { self.accumulate::<S>(positions, rows, ahead) };
         }
     }
 
@@ -128,7 +135,12 @@ impl<E: Element> FloatTile<'_, E> {
     /// # Safety
     /// As [`values`](Self::values); all `positions` are visible to all `rows`.
     #[inline(always)]
-    unsafe fn accumulate<S: Simd>(&mut self, positions: Range<usize>, rows: Range<usize>) {
+    unsafe fn accumulate<S: Simd>(
+        &mut self,
+        positions: Range<usize>,
+        rows: Range<usize>,
+        ahead: &mut Ahead,
+    ) {
         let dim = self.place.params.head_dim;
         let record = self.place.record();
         let block_size = self.place.kv.shape().block_size as usize;
@@ -155,15 +167,15 @@ impl<E: Element> FloatTile<'_, E> {
                     // Eight queries by four vectors would be all 32 registers.
                     if const { S::QUERIES >= 8 } && queries < 8 && dim - d >= 4 * LANES {
                         over_queries!(queries, [6 4 3 2 1], at => add_values::<S, E, 4>(
-                            v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
+                            v, dim, run, ahead, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 4 * LANES;
                     } else if const { S::QUERIES >= 3 } && dim - d >= 2 * LANES {
                         over_queries!(queries, [8 3 2 1], at => add_values::<S, E, 2>(
-                            v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
+                            v, dim, run, ahead, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 2 * LANES;
                     } else {
                         over_queries!(queries, [4 1], at => add_values::<S, E, 1>(
-                            v, dim, run, p.add(at * KV_TILE), acc.add(at * record), record));
+                            v, dim, run, ahead, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += LANES;
                     }
                 }
@@ -181,6 +193,7 @@ impl<E: Element> FloatTile<'_, E> {
 #[inline(always)]
 unsafe fn score_spans<S: Simd, E: Element, const Q: usize, const N: usize>(
     k: [*const u8; N],
+    ahead: &mut Ahead,
     q: *const f32,
     stride: usize,
     params: &AttentionParams,
@@ -189,15 +202,18 @@ unsafe fn score_spans<S: Simd, E: Element, const Q: usize, const N: usize>(
     // SAFETY: the caller's promise, in all of it.
     unsafe {
         let mut acc = [[S::splat(0.0); Q]; N];
-        for d in 0..params.head_dim {
-            let mut lanes = [S::splat(0.0); N];
-            for n in 0..N {
-                lanes[n] = E::load::<S>(k[n].add(d * KV_SPAN * E::BYTES));
-            }
-            let q = q.add(d * stride);
-            for (acc, lanes) in acc.iter_mut().zip(lanes) {
-                for (i, acc) in acc.iter_mut().enumerate() {
-                    *acc = S::fma(S::splat(*q.add(i)), lanes, *acc);
+        for dims in (0..params.head_dim).step_by(LANES) {
+            ahead.passed(N * Q * LANES);
+            for d in dims..dims + LANES {
+                let mut lanes = [S::splat(0.0); N];
+                for n in 0..N {
+                    lanes[n] = E::load::<S>(k[n].add(d * KV_SPAN * E::BYTES));
+                }
+                let q = q.add(d * stride);
+                for (acc, lanes) in acc.iter_mut().zip(lanes) {
+                    for (i, acc) in acc.iter_mut().enumerate() {
+                        *acc = S::fma(S::splat(*q.add(i)), lanes, *acc);
+                    }
                 }
             }
         }
@@ -223,6 +239,7 @@ unsafe fn add_values<S: Simd, E: Element, const Q: usize, const N: usize>(
     v: *const u8,
     dim: usize,
     run: usize,
+    ahead: &mut Ahead,
     p: *const f32,
     acc: *mut f32,
     record: usize,
@@ -235,15 +252,19 @@ unsafe fn add_values<S: Simd, E: Element, const Q: usize, const N: usize>(
                 *sum = S::load(acc.add(i * record + n * LANES));
             }
         }
-        for j in 0..run {
-            let mut lanes = [S::splat(0.0); N];
-            for (n, lanes) in lanes.iter_mut().enumerate() {
-                *lanes = E::load::<S>(v.add((j * dim + n * LANES) * E::BYTES));
-            }
-            for (i, sums) in sums.iter_mut().enumerate() {
-                let p = S::splat(*p.add(i * KV_TILE + j));
-                for (sum, lanes) in sums.iter_mut().zip(lanes) {
-                    *sum = S::fma(p, lanes, *sum);
+        for first in (0..run).step_by(LANES) {
+            let end = run.min(first + LANES);
+            ahead.passed(N * Q * (end - first));
+            for j in first..end {
+                let mut lanes = [S::splat(0.0); N];
+                for (n, lanes) in lanes.iter_mut().enumerate() {
+                    *lanes = E::load::<S>(v.add((j * dim + n * LANES) * E::BYTES));
+                }
+                for (i, sums) in sums.iter_mut().enumerate() {
+                    let p = S::splat(*p.add(i * KV_TILE + j));
+                    for (sum, lanes) in sums.iter_mut().zip(lanes) {
+                        *sum = S::fma(p, lanes, *sum);
+                    }
                 }
             }
         }

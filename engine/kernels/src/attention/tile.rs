@@ -16,8 +16,8 @@ use std::ops::Range;
 
 use super::{AttentionParams, AttentionRow, KV_TILE};
 use crate::kv::{KV_SPAN, KvView};
-use crate::math::{self, tree_max, tree_sum};
-use crate::simd::{Kernel, Simd};
+use crate::math::{self, LANES, tree_max, tree_sum};
+use crate::simd::{Kernel, Simd, prefetch};
 
 /// A record is the state of one query: maximum and sum in the header (filled up to a cache line), then the accumulator.
 pub(super) const HEADER: usize = 16;
@@ -67,13 +67,6 @@ impl Place<'_> {
         self.visible(0).start..self.visible(self.rows.len() - 1).end
     }
 
-    /// Spans that hold a position any row sees.
-    #[inline(always)]
-    pub fn spans(&self) -> Range<usize> {
-        let seen = self.seen_by_any();
-        seen.start / KV_SPAN..seen.end.div_ceil(KV_SPAN)
-    }
-
     /// The block of a position of the tile, and the slot in it.
     #[inline(always)]
     pub fn block(&self, position: usize) -> (u32, usize) {
@@ -82,22 +75,36 @@ impl Place<'_> {
         (self.rows[0].table[position / size], position % size)
     }
 
-    /// K of a span.
+    /// The spans that hold a position any row sees.
     #[inline(always)]
-    pub fn k(&self, span: usize) -> *const u8 {
-        let (block, slot) = self.block(span * KV_SPAN);
-        let offset = slot / KV_SPAN * self.kv.shape().span_bytes();
-        // SAFETY: `slot` is inside the block, so this is inside K of the head.
-        unsafe { self.kv.k(block, self.layer, self.kv_head).add(offset) }
-    }
-
-    /// V of a span.
-    #[inline(always)]
-    pub fn v(&self, span: usize) -> *const u8 {
-        let (block, slot) = self.block(span * KV_SPAN);
-        let offset = slot / KV_SPAN * self.kv.shape().span_bytes();
-        // SAFETY: as for `k`.
-        unsafe { self.kv.v(block, self.layer, self.kv_head).add(offset) }
+    pub fn spans(&self) -> Spans {
+        let seen = self.seen_by_any();
+        let first = seen.start / KV_SPAN;
+        let count = seen.end.div_ceil(KV_SPAN) - first;
+        let mut spans = Spans {
+            first,
+            count,
+            k: [std::ptr::null(); SPANS],
+            v: [std::ptr::null(); SPANS],
+        };
+        let span_bytes = self.kv.shape().span_bytes();
+        let per_block = self.kv.shape().block_size as usize / KV_SPAN;
+        let mut done = 0;
+        while done < count {
+            let (block, slot) = self.block((first + done) * KV_SPAN);
+            let k = self.kv.k(block, self.layer, self.kv_head);
+            let v = self.kv.v(block, self.layer, self.kv_head);
+            let from = slot / KV_SPAN;
+            for at in from..per_block.min(from + count - done) {
+                // SAFETY: the span is inside the block, so this is inside K and V of the head.
+                unsafe {
+                    spans.k[done] = k.add(at * span_bytes);
+                    spans.v[done] = v.add(at * span_bytes);
+                }
+                done += 1;
+            }
+        }
+        spans
     }
 
     /// Turns the scores of every query that sees anything into weights, and writes maximum and sum.
@@ -105,7 +112,12 @@ impl Place<'_> {
     /// # Safety
     /// The processor has `S`'s instruction set; `scores` holds `KV_TILE` and `records` a record per query.
     #[inline(always)]
-    pub unsafe fn softmax<S: Simd>(&self, scores: &mut [f32], records: &mut [f32]) {
+    pub unsafe fn softmax<S: Simd>(
+        &self,
+        scores: &mut [f32],
+        records: &mut [f32],
+        ahead: &mut Ahead,
+    ) {
         for row in 0..self.rows.len() {
             let visible = self.visible(row);
             if visible.is_empty() {
@@ -115,10 +127,97 @@ impl Place<'_> {
                 let scores = &mut scores[query * KV_TILE..][..KV_TILE];
                 let record = &mut records[query * self.record()..][..HEADER];
                 // SAFETY: passed on.
-                unsafe { softmax::<S>(scores, visible.clone(), record) };
+                unsafe { softmax::<S>(scores, visible.clone(), record, ahead) };
             }
         }
     }
+}
+
+/// Spans of a tile, and where they lie.
+pub(super) struct Spans {
+    /// The first, counted from the tile's start.
+    pub first: usize,
+    pub count: usize,
+    /// K and V of the first `count`.
+    pub k: [*const u8; SPANS],
+    pub v: [*const u8; SPANS],
+}
+
+/// Asks memory for the tile that is computed next, evenly over the time of the tile at hand.
+///
+/// A page holds only a few spans of a head, so the processor's own prefetching never gets going; and asking for all at
+/// once, or in one phase of a tile only, leaves memory idle in the others. So the phases report how long they took, in
+/// cycles as they should be, and each report asks for as many lines as are due.
+pub(super) struct Ahead {
+    /// K, then V of the next tile's spans.
+    spans: [*const u8; 2 * SPANS],
+    count: usize,
+    span_bytes: usize,
+    /// The next line: its span, and where it lies in there.
+    span: usize,
+    offset: usize,
+    /// Lines per cycle, and lines due, in 65,536ths.
+    rate: usize,
+    due: usize,
+}
+
+impl Ahead {
+    /// Nothing to ask for.
+    pub const NOTHING: Ahead = Ahead {
+        spans: [std::ptr::null(); 2 * SPANS],
+        count: 0,
+        span_bytes: 0,
+        span: 0,
+        offset: 0,
+        rate: 0,
+        due: 0,
+    };
+
+    /// Asks for a tile within `cycles`.
+    #[inline(always)]
+    pub fn new(next: Option<Place<'_>>, cycles: usize) -> Ahead {
+        let mut ahead = Ahead::NOTHING;
+        let Some(next) = next else {
+            return ahead;
+        };
+        let spans = next.spans();
+        ahead.count = 2 * spans.count;
+        ahead.spans[..spans.count].copy_from_slice(&spans.k[..spans.count]);
+        ahead.spans[spans.count..ahead.count].copy_from_slice(&spans.v[..spans.count]);
+        ahead.span_bytes = next.kv.shape().span_bytes();
+        ahead.rate = (ahead.count * ahead.span_bytes << 10) / cycles.max(1);
+        ahead
+    }
+
+    /// About so many cycles have passed.
+    #[inline(always)]
+    pub fn passed(&mut self, cycles: usize) {
+        if self.rate == 0 {
+            return;
+        }
+        self.due += cycles * self.rate;
+        while self.due >= 1 << 16 {
+            self.due -= 1 << 16;
+            prefetch(self.spans[self.span].wrapping_add(self.offset));
+            self.offset += 64;
+            if self.offset >= self.span_bytes {
+                (self.offset, self.span) = (0, self.span + 1);
+                if self.span == self.count {
+                    self.rate = 0;
+                    return;
+                }
+            }
+        }
+    }
+}
+
+/// Cycles that the softmax takes per 16 scores.
+pub(super) const SOFTMAX_CYCLES: usize = 24;
+
+/// Whether all lanes of a span lie in a range of positions.
+#[inline(always)]
+pub(super) fn is_whole(positions: &Range<usize>, span: usize) -> bool {
+    positions.start <= span * KV_SPAN && (span + 1) * KV_SPAN <= positions.end
 }
 
 /// The lanes of a span that lie in a range of positions.
@@ -133,7 +232,12 @@ pub(super) fn lanes(positions: &Range<usize>, span: usize) -> (i32, i32) {
 /// # Safety
 /// The processor has `S`'s instruction set, and `scores` has `KV_TILE` elements.
 #[inline(always)]
-unsafe fn softmax<S: Simd>(scores: &mut [f32], visible: Range<usize>, record: &mut [f32]) {
+unsafe fn softmax<S: Simd>(
+    scores: &mut [f32],
+    visible: Range<usize>,
+    record: &mut [f32],
+    ahead: &mut Ahead,
+) {
     let scores = scores.as_mut_ptr();
     let spans = visible.start / KV_SPAN..visible.end.div_ceil(KV_SPAN);
     // SAFETY: spans lie within the query's `KV_TILE` scores.
@@ -141,20 +245,26 @@ unsafe fn softmax<S: Simd>(scores: &mut [f32], visible: Range<usize>, record: &m
         let lowest = S::splat(f32::NEG_INFINITY);
         let mut largest = lowest;
         for span in spans.clone() {
-            let (from, to) = lanes(&visible, span);
-            let score = S::keep(from, to, S::load(scores.add(span * KV_SPAN)), lowest);
+            let mut score = S::load(scores.add(span * KV_SPAN));
+            if !is_whole(&visible, span) {
+                let (from, to) = lanes(&visible, span);
+                score = S::keep(from, to, score, lowest);
+            }
             largest = S::max(score, largest);
         }
         let m = tree_max(&S::to_array(largest));
         let zero = S::splat(0.0);
         let mut sum = zero;
         for span in spans {
-            let (from, to) = lanes(&visible, span);
             let at = scores.add(span * KV_SPAN);
-            let p = math::exp::<S>(S::sub(S::load(at), S::splat(m)));
-            let p = S::keep(from, to, p, zero);
+            let mut p = math::exp::<S>(S::sub(S::load(at), S::splat(m)));
+            if !is_whole(&visible, span) {
+                let (from, to) = lanes(&visible, span);
+                p = S::keep(from, to, p, zero);
+            }
             S::store(at, p);
             sum = S::add(sum, p);
+            ahead.passed(SOFTMAX_CYCLES);
         }
         record[M] = m;
         record[L] = tree_sum(&S::to_array(sum));
@@ -198,9 +308,11 @@ impl Kernel for Merge<'_> {
         } else {
             tile[M]
         };
-        // SAFETY: the processor's instruction set is the caller's promise.
-        let weight = |from: f32| unsafe { S::to_array(math::exp::<S>(S::splat(from - m)))[0] };
-        let (old, new) = (weight(total[M]), weight(tile[M]));
+        let mut weights = [0.0; LANES];
+        (weights[0], weights[1]) = (total[M] - m, tile[M] - m);
+        // SAFETY: the processor's instruction set is the caller's promise; the array has 16 lanes.
+        let weights = unsafe { S::to_array(math::exp::<S>(S::load(weights.as_ptr()))) };
+        let (old, new) = (weights[0], weights[1]);
         total[L] = tile[L].mul_add(new, total[L] * old);
         total[M] = m;
         for (total, tile) in total[HEADER..].iter_mut().zip(&tile[HEADER..]) {

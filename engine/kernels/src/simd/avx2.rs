@@ -175,16 +175,9 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn store_low_bytes(to: *mut i8, x: Self::I) {
-        let low = _mm256_set1_epi32(0xff);
-        let words = _mm256_packus_epi32(_mm256_and_si256(x[0], low), _mm256_and_si256(x[1], low));
-        // Packing works within halves: lanes 0-3, 8-11, 4-7, 12-15.
-        let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-        let bytes = _mm_packus_epi16(
-            _mm256_castsi256_si128(words),
-            _mm256_extracti128_si256::<1>(words),
-        );
-        _mm_storeu_si128(to.cast(), bytes);
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I) {
+        store_bytes(high, both!(_mm256_srli_epi32::<7>, x), 0xff);
+        store_bytes(low, x, 0x7f);
     }
 
     #[inline(always)]
@@ -291,6 +284,20 @@ impl Simd for Avx2 {
     unsafe fn prefetch(at: *const u8) {
         _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
+}
+
+/// Writes the low byte of each lane under a mask.
+#[inline(always)]
+unsafe fn store_bytes(to: *mut i8, x: [__m256i; 2], mask: i32) {
+    let mask = _mm256_set1_epi32(mask);
+    let words = _mm256_packus_epi32(_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask));
+    // Packing works within halves, so the lanes are now 0-3, 8-11, 4-7, 12-15.
+    let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
+    let bytes = _mm_packus_epi16(
+        _mm256_castsi256_si128(words),
+        _mm256_extracti128_si256::<1>(words),
+    );
+    _mm_storeu_si128(to.cast(), bytes);
 }
 
 /// `vpmaddubsw` adds two u8*i8 products in a saturating i16. Codes below 128 cannot saturate it: 2 * 127 * 127 = 32258.

@@ -145,8 +145,15 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn store_low_bytes(to: *mut i8, x: Self::I) {
-        _mm_storeu_si128(to.cast(), _mm512_cvtepi32_epi8(x));
+    unsafe fn times_power_of_two(x: Self::F, _n: Self::I, n_float: Self::F) -> Self::F {
+        _mm512_scalef_ps(x, n_float)
+    }
+
+    #[inline(always)]
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I) {
+        let seven = _mm512_set1_epi32(0x7f);
+        _mm_storeu_si128(high.cast(), _mm512_cvtepi32_epi8(_mm512_srli_epi32::<7>(x)));
+        _mm_storeu_si128(low.cast(), _mm512_cvtepi32_epi8(_mm512_and_si512(x, seven)));
     }
 
     #[inline(always)]

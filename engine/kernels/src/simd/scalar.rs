@@ -143,9 +143,12 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    unsafe fn store_low_bytes(to: *mut i8, x: Self::I) {
-        // SAFETY: 16 bytes are writable, by the trait's contract.
-        unsafe { to.cast::<[i8; LANES]>().write(x.map(|x| x as i8)) }
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I) {
+        // SAFETY: 16 bytes each are writable, by the trait's contract.
+        unsafe {
+            high.cast::<[i8; LANES]>().write(x.map(|x| (x >> 7) as i8));
+            low.cast::<[i8; LANES]>().write(x.map(|x| (x & 0x7f) as i8));
+        }
     }
 
     #[inline(always)]

@@ -276,7 +276,7 @@ fn attention_f64(
         let place = (row.table[p / size], p % size);
         f64::from(reference::Slot::new(view, layer, place, kv_head, is_k).value(d))
     };
-    let q = reference::Query::new(view.shape().dtype, q).values();
+    let q = reference::Query::new(view.shape().dtype, q, params.scale).values();
     let position = row.position as usize;
     let start = params
         .window
@@ -284,10 +284,9 @@ fn attention_f64(
     let scores: Vec<f64> = (start..=position)
         .map(|p| {
             let dot: f64 = (0..dim).map(|d| f64::from(q[d]) * at(true, p, d)).sum();
-            let s = dot * f64::from(params.scale);
             params
                 .soft_cap
-                .map_or(s, |cap| f64::from(cap) * (s / f64::from(cap)).tanh())
+                .map_or(dot, |cap| f64::from(cap) * (dot / f64::from(cap)).tanh())
         })
         .collect();
     let m = scores.iter().fold(f64::NEG_INFINITY, |a, b| a.max(*b));
