@@ -9,7 +9,7 @@
 //!        | magic | vers. | kind|group|ticket|epoch|attempt|layer|first|count|pay.len|pay.crc|reserved|h.crc|
 //! ```
 //! All integers are little endian. `group`, `layer`, `first` (ordinal) and `count`
-//! name the parts of a `Data` or `Nack` frame and are zero elsewhere.
+//! name the parts of a `Data`, `Nack` or `Offer` frame and are zero elsewhere.
 
 pub mod control;
 pub mod hello;
@@ -92,6 +92,8 @@ pub enum Kind {
     Aborted = 11,
     Ping = 12,
     Pong = 13,
+    /// Sender, in shared memory: where the bytes of consecutive parts lie.
+    Offer = 14,
 }
 
 impl Kind {
@@ -110,6 +112,7 @@ impl Kind {
             11 => Self::Aborted,
             12 => Self::Ping,
             13 => Self::Pong,
+            14 => Self::Offer,
             _ => return None,
         })
     }
@@ -137,7 +140,7 @@ impl Scope {
 pub struct Header {
     pub kind: Kind,
     pub scope: Scope,
-    /// The parts of a `Data` or `Nack` frame; all zero elsewhere.
+    /// The parts of a `Data`, `Nack` or `Offer` frame; all zero elsewhere.
     pub range: PartRange,
     pub payload_len: u32,
     /// `Data`: see [`crate::part`]; otherwise CRC-32C of the payload.
@@ -213,7 +216,7 @@ impl Header {
             return Err(CodecError::PayloadLength(self.payload_len));
         }
         let PartRange { first, count, .. } = self.range;
-        if matches!(self.kind, Kind::Data | Kind::Nack)
+        if matches!(self.kind, Kind::Data | Kind::Nack | Kind::Offer)
             && (count > FRAME_PARTS_MAX || self.range.last().is_none())
         {
             return Err(CodecError::Range { first, count });

@@ -9,6 +9,7 @@ mod stranger;
 use std::collections::VecDeque;
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
@@ -22,6 +23,7 @@ use crate::receiver::Receiver;
 use crate::receiver::lane::ReceiverLane;
 use crate::receiver::outbox::Outbox;
 use crate::ticket::SessionId;
+use crate::transport::shared_memory::{self, same_user};
 use crate::transport::stream::{LaneStream, lane_server};
 use crate::wake::Bell;
 use lane::PortLane;
@@ -51,6 +53,9 @@ pub struct DataPortConfig {
     /// Every lane inside TLS, and whose client certificates are asked for; senders
     /// without it are refused. Default `None`: plain TCP, TLS clients are refused.
     pub tls: Option<Arc<ServerConfig>>,
+    /// Whether senders of this host and user may lend their memory instead of sending
+    /// bytes, over a Unix socket that the receiver's process token names. Default true.
+    pub shared_memory: bool,
 }
 
 impl Default for DataPortConfig {
@@ -64,6 +69,7 @@ impl Default for DataPortConfig {
             ping_interval: Duration::from_millis(250),
             silence_max: Duration::from_secs(1),
             tls: None,
+            shared_memory: true,
         }
     }
 }
@@ -93,7 +99,13 @@ impl DataPort {
         let bell = Bell::new().map_err(|error| Error::io("create an eventfd", error))?;
         let stopping = Arc::new(AtomicBool::new(false));
         config.tls = config.tls.as_deref().map(lane_server);
+        let here = if config.shared_memory {
+            listen_here(&receiver)?
+        } else {
+            None
+        };
         let porter = Porter {
+            here,
             config,
             listener,
             receiver,
@@ -130,6 +142,15 @@ impl Drop for DataPort {
     }
 }
 
+/// A listener for senders of this host; none if another port of the receiver has it.
+fn listen_here(receiver: &Receiver) -> Result<Option<UnixListener>, Error> {
+    match shared_memory::listen_here(receiver.process_token()) {
+        Ok(listener) => Ok(Some(listener)),
+        Err(error) if error.kind() == std::io::ErrorKind::AddrInUse => Ok(None),
+        Err(error) => Err(Error::io("listen for senders of this host", error)),
+    }
+}
+
 /// One lane's thread.
 struct LaneThread {
     session: SessionId,
@@ -141,6 +162,8 @@ struct LaneThread {
 struct Porter {
     config: DataPortConfig,
     listener: TcpListener,
+    /// For senders of this host.
+    here: Option<UnixListener>,
     receiver: Receiver,
     stopping: Arc<AtomicBool>,
     bell: Bell,
@@ -153,6 +176,7 @@ impl Porter {
     fn run(mut self) {
         while !self.stopping.load(Ordering::Relaxed) {
             self.accept();
+            self.accept_here();
             self.hear();
             self.lanes.retain(|lane| !lane.thread.is_finished());
             self.park();
@@ -179,13 +203,32 @@ impl Porter {
                 }
             };
             if let Ok(stream) = self.set_up(stream) {
-                if self.strangers.len() >= self.config.strangers_max {
-                    self.strangers.pop_front();
-                }
-                self.strangers
-                    .push_back(Stranger::new(stream, Instant::now()));
+                self.welcome(stream);
             }
         }
+    }
+
+    fn accept_here(&mut self) {
+        for _ in 0..ACCEPTS_MAX {
+            let Some(Ok((stream, _))) = self.here.as_ref().map(UnixListener::accept) else {
+                return;
+            };
+            let stream = stream
+                .set_nonblocking(true)
+                .and_then(|()| same_user(stream));
+            match stream {
+                Ok(stream) => self.welcome(LaneStream::Unix(stream)),
+                Err(error) => tracing::info!(%error, "a data lane of this host was refused"),
+            }
+        }
+    }
+
+    fn welcome(&mut self, stream: LaneStream) {
+        if self.strangers.len() >= self.config.strangers_max {
+            self.strangers.pop_front();
+        }
+        self.strangers
+            .push_back(Stranger::new(stream, Instant::now()));
     }
 
     fn set_up(&self, stream: TcpStream) -> std::io::Result<LaneStream> {
@@ -252,10 +295,11 @@ impl Porter {
 
     fn park(&self) {
         let mut sockets = vec![(self.listener.as_fd(), PollFlags::IN)];
+        sockets.extend(self.here.iter().map(|here| (here.as_fd(), PollFlags::IN)));
         sockets.extend(
             self.strangers
                 .iter()
-                .filter_map(|s| Some((s.stream.socket()?.as_fd(), s.stream.interest(false)))),
+                .filter_map(|s| Some((s.stream.socket()?, s.stream.interest(false)))),
         );
         let oldest = self.strangers.front().map(|stranger| stranger.since);
         let timeout = oldest.map_or(Duration::from_secs(3600), |since| {

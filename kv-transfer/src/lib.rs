@@ -3,8 +3,9 @@
 //! This crate knows bytes and who may touch them, not models. It has two layers:
 //! the *handoff* (pure state machines and their shells: [`receiver`], [`sender`]),
 //! which owns grants, retries, deadlines and fencing, and the *transports*, which
-//! only move bytes: [`sender::TransportKind::Loopback`] inside one process and
-//! [`sender::TransportKind::Tcp`] between processes.
+//! only move bytes: [`sender::TransportKind::Loopback`] inside one process,
+//! [`sender::TransportKind::SharedMemory`] between processes of one host whose sender keeps
+//! its blocks in [`SharedMemory`], and [`sender::TransportKind::Tcp`] between all others.
 //!
 //! ```text
 //! decode worker (D)                              prefill worker (P)
@@ -43,6 +44,7 @@ pub mod pool;
 pub mod receiver;
 pub mod region;
 pub mod sender;
+pub mod shared_memory;
 pub mod ticket;
 mod transport;
 mod wake;
@@ -53,4 +55,5 @@ pub use error::{Error, Refusal};
 #[cfg(feature = "test-support")]
 pub use region::Access;
 pub use region::{MemoryRegion, RegionTable};
+pub use shared_memory::SharedMemory;
 pub use ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};

@@ -9,6 +9,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use baton_proto::kv_layout::ByteExtent;
@@ -22,6 +23,8 @@ pub struct MemoryRegion {
     len: usize,
     /// Keeps the allocation alive for as long as any lane may touch it.
     _keep: Arc<dyn Any + Send + Sync>,
+    /// What another process can map it by.
+    fd: Option<Arc<OwnedFd>>,
     #[cfg(feature = "test-support")]
     watch: Option<Watch>,
 }
@@ -62,9 +65,22 @@ impl MemoryRegion {
             base,
             len,
             _keep: keep,
+            fd: None,
             #[cfg(feature = "test-support")]
             watch: None,
         }
+    }
+
+    /// The same region, which other processes can map by `fd`.
+    pub(crate) fn shared(self, fd: Arc<OwnedFd>) -> Self {
+        Self {
+            fd: Some(fd),
+            ..self
+        }
+    }
+
+    pub(crate) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd.as_ref().map(|fd| fd.as_fd())
     }
 
     /// The same region, with a word to `watch` before each access of a lane.

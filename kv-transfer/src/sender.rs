@@ -34,8 +34,8 @@ use crate::error::{Error, Refusal};
 use crate::mem;
 use crate::region::RegionTable;
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
-use crate::transport::loopback;
 use crate::transport::stream::lane_client;
+use crate::transport::{loopback, shared_memory};
 use crate::wake::lock;
 use driver::Peer;
 use lane::LaneHandle;
@@ -67,6 +67,9 @@ pub struct LaneTarget {
 pub enum TransportKind {
     /// A direct copy inside this process.
     Loopback,
+    /// The receiver copies out of this process' memory: on the same host, as the same user,
+    /// if every region is of [`crate::SharedMemory`].
+    SharedMemory,
     /// A TCP connection to the data port.
     Tcp,
 }
@@ -77,7 +80,7 @@ pub struct SenderConfig {
     /// One region per KV group.
     pub regions: RegionTable,
     /// In order of preference; the first that reaches the target is used. Default
-    /// loopback, then tcp.
+    /// loopback, then shared memory, then tcp.
     pub transports: Vec<TransportKind>,
     /// Lanes (threads) per peer; transfers are spread over them. Default 1.
     pub lanes_per_peer: usize,
@@ -120,7 +123,11 @@ impl SenderConfig {
     pub fn new(regions: RegionTable) -> Self {
         Self {
             regions,
-            transports: vec![TransportKind::Loopback, TransportKind::Tcp],
+            transports: vec![
+                TransportKind::Loopback,
+                TransportKind::SharedMemory,
+                TransportKind::Tcp,
+            ],
             lanes_per_peer: 1,
             transfers_max: 1024,
             queue_parts_max: 262_144,
@@ -269,6 +276,14 @@ impl Sender {
         transports.contains(&TransportKind::Loopback) && loopback::is_listed(token)
     }
 
+    /// Whether a receiver of this host can be lent this worker's memory.
+    fn is_here(&self, token: ProcessToken) -> bool {
+        // Asked once per peer: a token names one life of it.
+        let is_known = |(peer, _): &(Peer, usize)| matches!(peer, Peer::Shared { token: known, .. } if *known == token);
+        shared_memory::can_lend(&self.lanes.config.regions)
+            && (lock(&self.lanes.lanes).keys().any(is_known) || shared_memory::is_here(token))
+    }
+
     /// Which lives of this sender's lanes are told apart by.
     #[cfg(feature = "test-support")]
     pub fn session(&self) -> SessionId {
@@ -284,6 +299,12 @@ impl Sender {
             match (kind, target.data_address) {
                 (TransportKind::Loopback, _) if loopback::is_listed(target.process_token) => {
                     return Ok(Peer::Loopback(target.process_token));
+                }
+                (TransportKind::SharedMemory, _) if self.is_here(target.process_token) => {
+                    return Ok(Peer::Shared {
+                        token: target.process_token,
+                        key: target.lane_key.clone(),
+                    });
                 }
                 (TransportKind::Tcp, Some(address)) => {
                     return Ok(Peer::Tcp {

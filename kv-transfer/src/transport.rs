@@ -7,6 +7,7 @@
 
 pub(crate) mod connect;
 pub(crate) mod loopback;
+pub(crate) mod shared_memory;
 pub(crate) mod stream;
 pub(crate) mod tcp;
 
@@ -138,6 +139,10 @@ impl OutQueue {
 
     pub(crate) fn bytes(&self) -> usize {
         self.bytes
+    }
+
+    pub(crate) fn begins_with_control(&self) -> bool {
+        matches!(self.frames.front(), Some(OutFrame::Control { .. }))
     }
 
     pub(crate) fn is_empty(&self) -> bool {

@@ -1,5 +1,6 @@
 //! Frames that carry no block bytes, as values.
 
+use baton_proto::kv_layout::ByteExtent;
 use bytes::Bytes;
 
 use super::{CONTROL_BYTES_MAX, CodecError, HEADER_BYTES, Header, Kind, Scope};
@@ -9,6 +10,8 @@ use crate::ticket::LayoutDigest;
 
 /// Bytes of one range in a list of missing parts.
 const RANGE_BYTES: usize = 14;
+/// Bytes of one extent in an offer.
+const EXTENT_BYTES: usize = 14;
 /// Ranges one list may hold; a longer list is cut and says so.
 pub const MISSING_RANGES_MAX: usize = (CONTROL_BYTES_MAX - 1) / RANGE_BYTES;
 /// Bytes of an abort's reason; a longer one is cut.
@@ -46,6 +49,12 @@ pub enum Control {
     Aborted,
     Ping,
     Pong,
+    /// As `Data`, but the payload is where `extents` of the sender's memory say.
+    Offer {
+        range: PartRange,
+        crc: u32,
+        extents: Vec<ByteExtent>,
+    },
 }
 
 impl Control {
@@ -64,6 +73,7 @@ impl Control {
             Self::Aborted => Kind::Aborted,
             Self::Ping => Kind::Ping,
             Self::Pong => Kind::Pong,
+            Self::Offer { .. } => Kind::Offer,
         }
     }
 
@@ -87,6 +97,19 @@ impl Control {
             }
             Self::Refused(refusal) => bytes.extend_from_slice(&refusal.code().to_le_bytes()),
             Self::Abort { reason } => bytes.extend_from_slice(cut(reason).as_bytes()),
+            Self::Offer {
+                range: parts,
+                crc,
+                extents,
+            } => {
+                range = *parts;
+                bytes.extend_from_slice(&crc.to_le_bytes());
+                for extent in extents {
+                    bytes.extend_from_slice(&extent.region.to_le_bytes());
+                    bytes.extend_from_slice(&extent.offset.to_le_bytes());
+                    bytes.extend_from_slice(&extent.len.to_le_bytes());
+                }
+            }
             Self::Committed | Self::Aborted | Self::Ping | Self::Pong => {}
         }
         let payload = &bytes[HEADER_BYTES..];
@@ -158,8 +181,29 @@ impl Control {
             Kind::Aborted => empty(Self::Aborted),
             Kind::Ping => empty(Self::Ping),
             Kind::Pong => empty(Self::Pong),
+            Kind::Offer => {
+                let (crc, rest) = payload.split_first_chunk().ok_or(CodecError::Payload)?;
+                let (entries, tail) = rest.as_chunks::<EXTENT_BYTES>();
+                if !tail.is_empty() || entries.len() != header.range.count as usize {
+                    return Err(CodecError::Payload);
+                }
+                Ok(Self::Offer {
+                    range: header.range,
+                    crc: u32::from_le_bytes(*crc),
+                    extents: entries.iter().map(decode_extent).collect(),
+                })
+            }
             Kind::Data => Err(CodecError::Payload),
         }
+    }
+}
+
+fn decode_extent(entry: &[u8; EXTENT_BYTES]) -> ByteExtent {
+    let [r0, r1, offset @ .., l0, l1, l2, l3] = *entry;
+    ByteExtent {
+        offset: u64::from_le_bytes(offset),
+        len: u32::from_le_bytes([l0, l1, l2, l3]),
+        region: u16::from_le_bytes([r0, r1]),
     }
 }
 
@@ -278,6 +322,27 @@ mod tests {
             Control::Aborted,
             Control::Ping,
             Control::Pong,
+            Control::Offer {
+                range: PartRange {
+                    group: 1,
+                    layer: 2,
+                    first: 3,
+                    count: 2,
+                },
+                crc: 7,
+                extents: vec![
+                    ByteExtent {
+                        offset: 1 << 40,
+                        len: 9,
+                        region: 3,
+                    },
+                    ByteExtent {
+                        offset: 0,
+                        len: u32::MAX,
+                        region: 0,
+                    },
+                ],
+            },
         ] {
             assert_eq!(over_the_wire(&control), Ok(control));
         }
@@ -330,7 +395,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn random_payloads_never_panic(kind in 1u8..=13, payload in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn random_payloads_never_panic(kind in 1u8..=14, payload in proptest::collection::vec(any::<u8>(), 0..400)) {
             let kind = Kind::from_byte(kind).unwrap();
             let header = Header {
                 kind,

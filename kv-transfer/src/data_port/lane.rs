@@ -5,15 +5,18 @@
 //! and pings leave between reads, so that neither needs a thread of its own.
 
 use std::io::{self, IoSlice, Read};
-use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use baton_proto::kv_layout::ByteExtent;
+
 use super::DataPortConfig;
-use crate::codec::{Control, HEADER_BYTES, Header, Kind, Scope};
+use crate::codec::{Control, HEADER_BYTES, Header, Kind, PAYLOAD_BYTES_MAX, Scope};
 use crate::error::Error;
+use crate::part::PartRange;
 use crate::receiver::incoming::{Incoming, SCRATCH_BYTES};
 use crate::receiver::lane::ReceiverLane;
+use crate::shared_memory::PeerMemory;
 use crate::transport::heard_despite_sleep;
 use crate::transport::stream::{Filled, LaneStream};
 
@@ -48,6 +51,8 @@ pub(crate) struct PortLane {
     heard_at: Instant,
     pinged_at: Instant,
     turned_at: Instant,
+    /// What the sender has lent; mapped with the first offer.
+    lent: Option<PeerMemory>,
     reading: Reading,
     header: [u8; HEADER_BYTES],
     header_got: usize,
@@ -67,6 +72,7 @@ impl PortLane {
             receiver,
             ping_interval: config.ping_interval,
             silence_max: config.silence_max,
+            lent: None,
             reading: Reading::Header,
             header: [0; HEADER_BYTES],
             header_got: 0,
@@ -83,7 +89,7 @@ impl PortLane {
                 continue;
             };
             let flags = self.stream.interest(self.replies_sent < self.replies.len());
-            let socket = self.stream.socket().map(|s| (s.as_fd(), flags));
+            let socket = self.stream.socket().map(|s| (s, flags));
             let timeout = until.saturating_duration_since(self.receiver.now());
             let bell = self.receiver.outbox().bell();
             bell.park(socket.as_slice(), timeout)
@@ -217,7 +223,14 @@ impl PortLane {
                         return Ok(());
                     }
                     let control = Control::decode(&header, &payload)?;
-                    self.receiver.control(header.scope, control)?;
+                    match control {
+                        Control::Offer {
+                            range,
+                            crc,
+                            extents,
+                        } => self.offer(header.scope, range, crc, &extents)?,
+                        control => self.receiver.control(header.scope, control)?,
+                    }
                 }
                 Reading::Data(incoming) => {
                     if !incoming.is_whole() {
@@ -228,6 +241,51 @@ impl PortLane {
                 }
             }
         }
+    }
+
+    /// A data frame whose payload lies in the sender's memory.
+    fn offer(
+        &mut self,
+        scope: Scope,
+        range: PartRange,
+        crc: u32,
+        extents: &[ByteExtent],
+    ) -> Result<(), Error> {
+        if self.lent.is_none() {
+            let fds = self.stream.take_fds();
+            let lent = PeerMemory::map(&fds);
+            self.lent = Some(lent.map_err(|error| Error::io("map the sender's memory", error))?);
+        }
+        let lent = self
+            .lent
+            .as_ref()
+            .filter(|lent| extents.iter().all(|e| lent.holds(*e)));
+        let bytes: u64 = extents.iter().map(|extent| u64::from(extent.len)).sum();
+        let payload_len = u32::try_from(bytes).ok();
+        let payload_len =
+            payload_len.filter(|len| (1..=PAYLOAD_BYTES_MAX).contains(&(*len as usize)));
+        let Some((lent, payload_len)) = lent.zip(payload_len) else {
+            return Err(Error::Protocol(format!(
+                "an offer of `{bytes}` bytes does not lie in what was lent"
+            )));
+        };
+        let header = Header {
+            kind: Kind::Data,
+            scope,
+            range,
+            payload_len,
+            payload_crc: crc,
+        };
+        let mut incoming = self.receiver.data(header)?;
+        let mut copied = 0;
+        while !incoming.is_whole() {
+            let brought = incoming.read(&mut self.scratch, &mut [], |buffers| {
+                Ok(lent.copy(extents, copied, buffers))
+            });
+            copied += brought.map_err(|error| Error::io("copy", error))?.payload;
+        }
+        self.receiver.finish(incoming);
+        Ok(())
     }
 
     /// Sends replies as far as the socket takes them.

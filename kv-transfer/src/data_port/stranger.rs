@@ -139,7 +139,7 @@ impl Stranger {
 
     /// Ends our side; the peer has what is left of the hello's time to read why.
     fn leave(&mut self, why: &dyn std::fmt::Display) {
-        if let Some(socket) = self.stream.socket() {
+        if let LaneStream::Plain(socket) = &self.stream {
             let peer = socket.peer_addr().ok();
             tracing::info!(?peer, "a data lane was refused: {why}");
             let _ = socket.shutdown(Shutdown::Write);

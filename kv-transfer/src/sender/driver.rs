@@ -30,6 +30,7 @@ use crate::part::frame_crc;
 use crate::ticket::{LaneKey, ProcessToken, SessionId};
 use crate::transport::connect::Destination;
 use crate::transport::loopback::LoopbackLane;
+use crate::transport::shared_memory::SharedLane;
 use crate::transport::tcp::TcpLane;
 use crate::transport::{Lane, OutQueue, heard_despite_sleep};
 use crate::wake::{Bell, lock};
@@ -53,6 +54,11 @@ pub(crate) enum Peer {
     Tcp {
         address: SocketAddr,
         server_name: Option<ServerName<'static>>,
+        key: LaneKey,
+    },
+    /// A process of this host.
+    Shared {
+        token: ProcessToken,
         key: LaneKey,
     },
     #[cfg(feature = "test-support")]
@@ -247,6 +253,11 @@ impl Driver {
                 };
                 Ok(Box::new(TcpLane::connect(&to, self.session, timeout)?))
             }
+            Peer::Shared { token, key } => {
+                let regions = &self.config.regions;
+                let lane = SharedLane::connect(*token, key, self.session, regions, timeout)?;
+                Ok(Box::new(lane))
+            }
             #[cfg(feature = "test-support")]
             Peer::Mem(address) => {
                 let Some(network) = &self.config.network else {
@@ -384,6 +395,7 @@ impl Driver {
                 Control::Open { .. }
                 | Control::Commit { .. }
                 | Control::Abort { .. }
+                | Control::Offer { .. }
                 | Control::Ping
                 | Control::Pong => {}
             }

@@ -34,6 +34,16 @@ impl Source {
         }
     }
 
+    /// Where the payload lies.
+    pub(crate) fn extents(&self) -> &[ByteExtent] {
+        &self.extents
+    }
+
+    /// The right to have it read by somebody else; none once the transfer has ended.
+    pub(crate) fn lend(&self) -> Option<ReadGuard> {
+        TransferShared::guard(&self.transfer)
+    }
+
     pub(crate) fn len(&self) -> usize {
         self.len
     }

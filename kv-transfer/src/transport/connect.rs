@@ -6,6 +6,7 @@
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -85,6 +86,16 @@ pub(crate) fn connect(
     })
 }
 
+/// The hello over a Unix socket, by `until`.
+pub(crate) fn say_hello_over(
+    socket: &UnixStream,
+    key: &LaneKey,
+    session: SessionId,
+    until: Instant,
+) -> Result<(), Error> {
+    say_hello(&mut Until { socket, until }, key, session)
+}
+
 fn say_hello(
     stream: &mut (impl Read + Write),
     key: &LaneKey,
@@ -160,12 +171,31 @@ fn failed(context: &'static str, error: io::Error) -> Error {
 }
 
 /// A blocking socket whose every call ends at one point in time.
-struct Until<'a> {
-    socket: &'a TcpStream,
+struct Until<'a, S> {
+    socket: &'a S,
     until: Instant,
 }
 
-impl Until<'_> {
+/// What sockets have in common here.
+trait Timed {
+    fn set_timeouts(&self, left: Option<Duration>) -> io::Result<()>;
+}
+
+impl Timed for TcpStream {
+    fn set_timeouts(&self, left: Option<Duration>) -> io::Result<()> {
+        self.set_read_timeout(left)?;
+        self.set_write_timeout(left)
+    }
+}
+
+impl Timed for UnixStream {
+    fn set_timeouts(&self, left: Option<Duration>) -> io::Result<()> {
+        self.set_read_timeout(left)?;
+        self.set_write_timeout(left)
+    }
+}
+
+impl<S> Until<'_, S> {
     fn left(&self) -> io::Result<Option<Duration>> {
         let left = self.until.saturating_duration_since(Instant::now());
         if left.is_zero() {
@@ -183,17 +213,23 @@ fn timed_out(error: io::Error) -> io::Error {
     }
 }
 
-impl Read for Until<'_> {
+impl<S: Timed> Read for Until<'_, S>
+where
+    for<'s> &'s S: Read,
+{
     fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
-        self.socket.set_read_timeout(self.left()?)?;
-        self.socket.read(bytes).map_err(timed_out)
+        self.socket.set_timeouts(self.left()?)?;
+        (&mut &*self.socket).read(bytes).map_err(timed_out)
     }
 }
 
-impl Write for Until<'_> {
+impl<S: Timed> Write for Until<'_, S>
+where
+    for<'s> &'s S: Write,
+{
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.socket.set_write_timeout(self.left()?)?;
-        self.socket.write(bytes).map_err(timed_out)
+        self.socket.set_timeouts(self.left()?)?;
+        (&mut &*self.socket).write(bytes).map_err(timed_out)
     }
 
     fn flush(&mut self) -> io::Result<()> {

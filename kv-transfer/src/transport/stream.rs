@@ -9,12 +9,14 @@
 
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::TcpStream;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use rustix::event::PollFlags;
 use rustix::net::{SendAncillaryBuffer, SendFlags};
 use rustls::{ClientConfig, Connection, ServerConfig, ServerConnection};
 
+use super::shared_memory::UnixLane;
 #[cfg(feature = "test-support")]
 use crate::mem::MemStream;
 
@@ -69,6 +71,8 @@ pub(crate) enum Filled {
 pub(crate) enum LaneStream {
     Plain(TcpStream),
     Tls(Box<TlsStream>),
+    /// To a process of this host.
+    Unix(UnixLane),
     /// Bytes that never leave this process, see [`crate::mem`].
     #[cfg(feature = "test-support")]
     Mem(MemStream),
@@ -88,10 +92,11 @@ impl LaneStream {
     }
 
     /// What to poll; `None` if there is no socket.
-    pub(crate) fn socket(&self) -> Option<&TcpStream> {
+    pub(crate) fn socket(&self) -> Option<BorrowedFd<'_>> {
         match self {
-            Self::Plain(socket) => Some(socket),
-            Self::Tls(stream) => Some(&stream.socket),
+            Self::Plain(socket) => Some(socket.as_fd()),
+            Self::Tls(stream) => Some(stream.socket.as_fd()),
+            Self::Unix(stream) => Some(stream.as_fd()),
             #[cfg(feature = "test-support")]
             Self::Mem(_) => None,
         }
@@ -104,17 +109,25 @@ impl LaneStream {
     /// What the socket says; [`io::ErrorKind::InvalidData`] around a [`rustls::Error`].
     pub(crate) fn fill(&mut self) -> io::Result<Filled> {
         match self {
-            Self::Plain(_) => Ok(Filled::Ready),
+            Self::Plain(_) | Self::Unix(_) => Ok(Filled::Ready),
             Self::Tls(stream) => stream.fill(),
             #[cfg(feature = "test-support")]
             Self::Mem(_) => Ok(Filled::Ready),
         }
     }
 
+    /// Descriptors that came with the bytes.
+    pub(crate) fn take_fds(&mut self) -> Vec<OwnedFd> {
+        match self {
+            Self::Unix(stream) => stream.take_fds(),
+            _ => Vec::new(),
+        }
+    }
+
     /// Whether a read would bring bytes that polling the socket does not tell of.
     pub(crate) fn holds_input(&self) -> bool {
         match self {
-            Self::Plain(_) => false,
+            Self::Plain(_) | Self::Unix(_) => false,
             Self::Tls(stream) => stream.ready > 0 || stream.at < stream.end,
             #[cfg(feature = "test-support")]
             Self::Mem(_) => false,
@@ -135,6 +148,7 @@ impl LaneStream {
                 Ok(rustix::net::sendmsg(&*socket, slices, &mut none, flags)?)
             }
             Self::Tls(stream) => stream.send(slices),
+            Self::Unix(stream) => stream.send(slices, &[]),
             #[cfg(feature = "test-support")]
             Self::Mem(stream) => stream.send(slices),
         }
@@ -143,7 +157,7 @@ impl LaneStream {
     /// Sends what waits for the socket; whether some still does.
     pub(crate) fn push(&mut self) -> io::Result<bool> {
         match self {
-            Self::Plain(_) => Ok(false),
+            Self::Plain(_) | Self::Unix(_) => Ok(false),
             Self::Tls(stream) => stream.push(),
             #[cfg(feature = "test-support")]
             Self::Mem(_) => Ok(false),
@@ -166,6 +180,7 @@ impl Read for LaneStream {
         match self {
             Self::Plain(socket) => socket.read(bytes),
             Self::Tls(stream) => stream.read(&mut [IoSliceMut::new(bytes)]),
+            Self::Unix(stream) => stream.read(&mut [IoSliceMut::new(bytes)]),
             #[cfg(feature = "test-support")]
             Self::Mem(stream) => stream.read(&mut [IoSliceMut::new(bytes)]),
         }
@@ -175,6 +190,7 @@ impl Read for LaneStream {
         match self {
             Self::Plain(socket) => Ok(rustix::io::readv(&*socket, buffers)?),
             Self::Tls(stream) => stream.read(buffers),
+            Self::Unix(stream) => stream.read(buffers),
             #[cfg(feature = "test-support")]
             Self::Mem(stream) => stream.read(buffers),
         }

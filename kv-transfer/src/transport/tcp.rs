@@ -8,7 +8,6 @@
 //! encrypted instead, and borrowed until that is done.
 
 use std::io::{self, IoSlice, Read};
-use std::os::fd::AsFd;
 use std::time::Duration;
 
 use super::connect::{Destination, connect};
@@ -127,7 +126,7 @@ impl Lane for TcpLane {
 
     fn park(&mut self, bell: &Bell, want_flush: bool, timeout: Duration) -> Result<(), Error> {
         let flags = self.stream.interest(want_flush);
-        let socket = self.stream.socket().map(|s| (s.as_fd(), flags));
+        let socket = self.stream.socket().map(|s| (s, flags));
         bell.park(socket.as_slice(), timeout)
             .map_err(|error| Error::io("wait for the lane", error))?;
         Ok(())

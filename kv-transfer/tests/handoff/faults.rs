@@ -208,7 +208,7 @@ async fn a_sender_that_dies_is_noticed_and_the_grant_expires() {
 
 #[tokio::test]
 async fn a_sender_that_is_dropped_says_so() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         for round in 0..20 {
             let mut pair = Pair::new(via, shape(), 11);
             let transfer = pair.open(pair.grant(1), 1);
@@ -230,7 +230,7 @@ async fn a_sender_that_is_dropped_says_so() {
 
 #[tokio::test]
 async fn a_receiver_that_is_gone_is_peer_lost() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let pair = Pair::with(
             via,
             shape(),

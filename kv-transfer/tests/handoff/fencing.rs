@@ -65,7 +65,7 @@ async fn nothing_is_written_after_a_revoke_although_the_frame_goes_on() {
 
 #[tokio::test]
 async fn revokes_race_with_frames_and_never_lose() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         for round in 0..20u64 {
             let mut pair = Pair::new(via, Shape::single(4, 48, 12_288), round);
             let ticket = pair.grant(1);
@@ -200,7 +200,7 @@ async fn a_newer_attempt_with_other_numerics_starts_from_nothing() {
 
 #[tokio::test]
 async fn wrong_ticket_epoch_attempt_and_session_are_refused() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(via, shape(), 5);
         let before = pair.snapshot();
         let ticket = pair.grant(3);
@@ -250,7 +250,7 @@ async fn wrong_ticket_epoch_attempt_and_session_are_refused() {
 
 #[tokio::test]
 async fn an_abort_ends_both_sides_once_and_leaves_the_lane_to_others() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(via, shape(), 5);
         let doomed = pair.open(pair.grant(1), 1);
         pair.push_all(&doomed).await.unwrap();

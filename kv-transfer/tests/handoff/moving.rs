@@ -44,6 +44,11 @@ async fn moves_random_maps_over_loopback() {
 }
 
 #[tokio::test]
+async fn moves_random_maps_over_shared_memory() {
+    moves_random_maps(Via::Shared).await;
+}
+
+#[tokio::test]
 async fn moves_random_maps_over_tcp() {
     moves_random_maps(Via::Tcp).await;
 }
@@ -55,7 +60,7 @@ async fn moves_random_maps_over_tls() {
 
 #[tokio::test]
 async fn moves_parts_larger_than_a_frame_and_than_the_scratch_buffer() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(via, Shape::single(2, 3, 3_000_000), 1);
         let before = pair.snapshot();
         assert_eq!(pair.hand_off(b"").await, CommitOutcome::Committed);
@@ -66,7 +71,7 @@ async fn moves_parts_larger_than_a_frame_and_than_the_scratch_buffer() {
 
 #[tokio::test]
 async fn a_commit_without_any_part_is_accepted_at_once() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(
             via,
             Shape {
@@ -85,7 +90,7 @@ async fn a_commit_without_any_part_is_accepted_at_once() {
 
 #[tokio::test]
 async fn transfers_that_share_a_lane_do_not_mix() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         // Each ordinal of the pool is a request of its own; all of them run at once.
         let pair = Pair::new(via, Shape::single(6, 24, 20_000), 7);
         let before = pair.snapshot();
@@ -115,7 +120,7 @@ async fn transfers_that_share_a_lane_do_not_mix() {
 
 #[tokio::test]
 async fn a_bounded_queue_makes_push_wait_and_lose_nothing() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let shape = Shape::single(8, 64, 10_000);
         let mut pair = Pair::with(
             via,
@@ -136,7 +141,7 @@ async fn a_bounded_queue_makes_push_wait_and_lose_nothing() {
 
 #[tokio::test]
 async fn a_commit_with_a_part_that_was_never_pushed_is_refused() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(via, Shape::single(3, 5, 4096), 3);
         let transfer = pair.open(pair.grant(1), 1);
         for (group, index, layer) in pair.layers() {
@@ -157,7 +162,7 @@ async fn a_commit_with_a_part_that_was_never_pushed_is_refused() {
 
 #[tokio::test]
 async fn a_second_commit_gets_the_same_answer() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(via, Shape::single(2, 2, 512), 3);
         let transfer = pair.open(pair.grant(1), 1);
         pair.push_all(&transfer).await.unwrap();
@@ -218,7 +223,7 @@ async fn wrong_pushes_are_refused_and_change_nothing() {
 
 #[tokio::test]
 async fn another_kv_layout_is_refused_before_a_byte_moves() {
-    for via in [Via::Loopback, Via::Tcp, Via::Tls] {
+    for via in [Via::Loopback, Via::Shared, Via::Tcp, Via::Tls] {
         let mut pair = Pair::new(via, Shape::single(2, 2, 512), 3);
         let before = pair.snapshot();
         let ticket = pair.grant(1);

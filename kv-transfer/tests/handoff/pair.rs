@@ -17,7 +17,7 @@ use baton_kv_transfer::sender::{
     CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, Transfer, TransportKind,
 };
 use baton_kv_transfer::{
-    DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable, Ticket,
+    DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable, SharedMemory, Ticket,
 };
 use baton_observability::test_certificates::{Authority, Identity};
 use baton_proto::kv_layout::ByteExtent;
@@ -37,13 +37,17 @@ const LEASE: Duration = Duration::from_secs(8);
 pub const LAYOUT: LayoutDigest = LayoutDigest([9; 32]);
 
 /// Raw memory that lanes write while the test looks at it only when they do not.
-pub struct Arena(Box<[UnsafeCell<u8>]>);
+pub enum Arena {
+    Own(Box<[UnsafeCell<u8>]>),
+    Shared(Arc<SharedMemory>),
+}
 
 // SAFETY: tests read and write the bytes only while no lane may touch them.
 unsafe impl Sync for Arena {}
 
 impl Arena {
-    pub fn new(len: usize, rng: &mut StdRng) -> Arc<Self> {
+    /// Random bytes, which other processes can be lent if `shared`.
+    pub fn new(len: usize, shared: bool, rng: &mut StdRng) -> Arc<Self> {
         let mut bytes = vec![0u8; len];
         // SplitMix64: a cryptographic generator takes seconds for these without optimisation.
         let mut state = rng.next_u64();
@@ -52,9 +56,16 @@ impl Arena {
             let mixed = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
             chunk.copy_from_slice(&(mixed ^ (mixed >> 27)).to_le_bytes()[..chunk.len()]);
         }
+        if shared {
+            // A segment has at least one byte.
+            let memory = SharedMemory::new(len.max(1)).unwrap();
+            // SAFETY: the segment is this long, fresh, and known to nobody else.
+            unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), memory.base().as_ptr(), len) };
+            return Arc::new(Self::Shared(Arc::new(memory)));
+        }
         let bytes = Box::into_raw(bytes.into_boxed_slice());
         // SAFETY: `UnsafeCell<u8>` has the layout of `u8`, and the box was just given up.
-        Arc::new(Self(unsafe {
+        Arc::new(Self::Own(unsafe {
             Box::from_raw(bytes as *mut [UnsafeCell<u8>])
         }))
     }
@@ -62,21 +73,38 @@ impl Arena {
     fn region(self: &Arc<Self>) -> MemoryRegion {
         let keep: Arc<Self> = Arc::clone(self);
         // SAFETY: `keep` owns the allocation; the tests keep the promises of `new`.
-        unsafe { MemoryRegion::new(self.0.as_ptr().cast_mut().cast(), self.0.len(), keep) }
+        unsafe {
+            match &**self {
+                Self::Own(bytes) => MemoryRegion::new(self.base(), bytes.len(), keep),
+                Self::Shared(memory) => memory.region(),
+            }
+        }
+    }
+
+    fn base(&self) -> *mut u8 {
+        match self {
+            Self::Own(bytes) => bytes.as_ptr().cast_mut().cast(),
+            Self::Shared(memory) => memory.base().as_ptr(),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Own(bytes) => bytes.len(),
+            Self::Shared(memory) => memory.len(),
+        }
     }
 
     /// The bytes now. No lane may be writing them.
     pub fn bytes(&self) -> Vec<u8> {
-        let base: *const u8 = self.0.as_ptr().cast();
         // SAFETY: the allocation is this long; the caller says that no lane writes now.
-        unsafe { std::slice::from_raw_parts(base, self.0.len()) }.to_vec()
+        unsafe { std::slice::from_raw_parts(self.base(), self.len()) }.to_vec()
     }
 
     /// Overwrites everything. No lane may be touching it.
     pub fn fill(&self, byte: u8) {
-        let base: *mut u8 = self.0.as_ptr().cast_mut().cast();
         // SAFETY: the cells allow writing; the caller says that no lane touches it now.
-        unsafe { std::ptr::write_bytes(base, byte, self.0.len()) };
+        unsafe { std::ptr::write_bytes(self.base(), byte, self.len()) };
     }
 }
 
@@ -154,6 +182,8 @@ fn pool_blocks(moved: usize) -> usize {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Via {
     Loopback,
+    /// Memory lent over a Unix socket.
+    Shared,
     Tcp,
     Proxy,
     /// Tcp inside TLS, certificates asked for at both ends.
@@ -230,13 +260,13 @@ impl Pair {
     ) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let groups = 0..shape.groups.len();
-        let mut arenas = || -> Vec<Arc<Arena>> {
+        let mut arenas = |shared: bool| -> Vec<Arc<Arena>> {
             groups
                 .clone()
-                .map(|group| Arena::new(shape.pool_bytes(group), &mut rng))
+                .map(|group| Arena::new(shape.pool_bytes(group), shared, &mut rng))
                 .collect()
         };
-        let (source, destination) = (arenas(), arenas());
+        let (source, destination) = (arenas(via == Via::Shared), arenas(false));
         let regions =
             |arenas: &[Arc<Arena>]| -> RegionTable { arenas.iter().map(Arena::region).collect() };
         let mut blocks = || -> Vec<Vec<u32>> {
@@ -293,6 +323,7 @@ impl Pair {
         let mut config = SenderConfig::new(regions(&source));
         config.transports = vec![match via {
             Via::Loopback => TransportKind::Loopback,
+            Via::Shared => TransportKind::SharedMemory,
             _ => TransportKind::Tcp,
         }];
         if via.has_tls() {

@@ -1,0 +1,242 @@
+//! Memory that another process of this host can map, and such memory of another process.
+//!
+//! A segment is a memfd: it has no name, so nothing is left behind when the processes
+//! that hold it are gone, however they went. It is sealed before anybody else sees it:
+//! its size is final (reading it never faults), and nobody else can map it writable.
+#![allow(unsafe_code)]
+
+use std::io::{self, IoSliceMut};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::ptr::{NonNull, null_mut};
+use std::sync::Arc;
+
+use baton_proto::kv_layout::ByteExtent;
+use rustix::fs::{
+    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
+};
+use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+
+use crate::region::MemoryRegion;
+
+/// Without these a mapping may fault, or change its meaning, under its reader.
+const SIZE_IS_FINAL: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
+
+/// A mapped run of bytes, unmapped with its last owner.
+struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: an address and a length; whoever touches the bytes says how that is ordered.
+unsafe impl Send for Mapping {}
+// SAFETY: as above.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    fn new(fd: BorrowedFd<'_>, len: usize, protection: ProtFlags) -> io::Result<Self> {
+        // SAFETY: a fresh mapping at an address of the kernel's choice touches nothing else.
+        let base = unsafe { mmap(null_mut(), len, protection, MapFlags::SHARED, fd, 0) }?;
+        let base = NonNull::new(base.cast()).ok_or(io::ErrorKind::OutOfMemory)?;
+        Ok(Self { base, len })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: this is the mapping that `new` made, and nobody else unmaps it. It fails
+        // for a wrong address or length only.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}
+
+/// A segment of this process that peers may be lent.
+pub struct SharedMemory {
+    mapping: Mapping,
+    fd: Arc<OwnedFd>,
+}
+
+impl SharedMemory {
+    /// `len` bytes of zeros.
+    ///
+    /// # Errors
+    /// Whatever the operating system says; [`io::ErrorKind::InvalidInput`] for no bytes.
+    pub fn new(len: usize) -> io::Result<Self> {
+        if len == 0 {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = memfd_create("baton-kv", flags)?;
+        ftruncate(&fd, len as u64)?;
+        let mapping = Mapping::new(fd.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
+        // After our own mapping, which stays writable.
+        fcntl_add_seals(
+            &fd,
+            SIZE_IS_FINAL | SealFlags::FUTURE_WRITE | SealFlags::SEAL,
+        )?;
+        Ok(Self {
+            mapping,
+            fd: Arc::new(fd),
+        })
+    }
+
+    /// Where it lies.
+    pub fn base(&self) -> NonNull<u8> {
+        self.mapping.base
+    }
+
+    /// Bytes of it.
+    pub fn len(&self) -> usize {
+        self.mapping.len
+    }
+
+    /// Whether it has no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.mapping.len == 0
+    }
+
+    /// The segment as a region that a sender can lend to receivers of this host.
+    ///
+    /// # Safety
+    /// The promises of [`MemoryRegion::new`]; that it stays mapped is kept here.
+    pub unsafe fn region(self: &Arc<Self>) -> MemoryRegion {
+        let keep: Arc<Self> = Arc::clone(self);
+        // SAFETY: the mapping lives as long as `keep` and is initialised, readable and
+        // writable; the rest is the caller's promise.
+        let region = unsafe { MemoryRegion::new(self.base().as_ptr(), self.len(), keep) };
+        region.shared(Arc::clone(&self.fd))
+    }
+}
+
+/// What a peer has lent: its regions, for reading.
+pub(crate) struct PeerMemory(Vec<Mapping>);
+
+impl PeerMemory {
+    /// Maps segments that came from a peer.
+    ///
+    /// # Errors
+    /// [`io::ErrorKind::PermissionDenied`] unless their sizes are final.
+    pub(crate) fn map(fds: &[OwnedFd]) -> io::Result<Self> {
+        let map = |fd: &OwnedFd| {
+            if !fcntl_get_seals(fd)?.contains(SIZE_IS_FINAL) {
+                return Err(io::ErrorKind::PermissionDenied.into());
+            }
+            let len = usize::try_from(fstat(fd)?.st_size).map_err(io::Error::other)?;
+            Mapping::new(fd.as_fd(), len, ProtFlags::READ)
+        };
+        fds.iter().map(map).collect::<io::Result<_>>().map(Self)
+    }
+
+    /// Whether `extent` lies in what was lent.
+    pub(crate) fn holds(&self, extent: ByteExtent) -> bool {
+        let end = extent.offset.checked_add(u64::from(extent.len));
+        let region = self.0.get(usize::from(extent.region));
+        let fits = region
+            .zip(end)
+            .is_some_and(|(mapping, end)| end <= mapping.len as u64);
+        fits && extent.len > 0
+    }
+
+    /// Copies the bytes of `extents` (all of which it [`PeerMemory::holds`]), but for the
+    /// first `skip`, into `buffers`, in order, until one of them is over.
+    pub(crate) fn copy(
+        &self,
+        extents: &[ByteExtent],
+        mut skip: usize,
+        buffers: &mut [IoSliceMut<'_>],
+    ) -> usize {
+        let mut buffers = buffers.iter_mut();
+        let mut buffer: &mut [u8] = &mut [];
+        let mut copied = 0;
+        for extent in extents {
+            debug_assert!(self.holds(*extent));
+            let mut from = skip.min(extent.len as usize);
+            skip -= from;
+            while from < extent.len as usize {
+                if buffer.is_empty() {
+                    match buffers.next() {
+                        Some(next) => buffer = next,
+                        None => return copied,
+                    }
+                    continue;
+                }
+                let step = buffer.len().min(extent.len as usize - from);
+                let base = self.0[usize::from(extent.region)].base;
+                // SAFETY: inside the mapping (checked by `holds`) and the buffer. The peer
+                // may write meanwhile if it breaks its promise; no reference to its bytes
+                // is made, and what was copied is checked by its checksum.
+                unsafe {
+                    let source = base.as_ptr().add(extent.offset as usize + from);
+                    std::ptr::copy_nonoverlapping(source, buffer.as_mut_ptr(), step);
+                }
+                buffer = &mut buffer[step..];
+                from += step;
+                copied += step;
+            }
+        }
+        copied
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn extent(offset: u64, len: u32, region: u16) -> ByteExtent {
+        ByteExtent {
+            offset,
+            len,
+            region,
+        }
+    }
+
+    fn filled(len: usize) -> SharedMemory {
+        let memory = SharedMemory::new(len).unwrap();
+        for index in 0..len {
+            // SAFETY: inside the mapping, which nobody else knows.
+            unsafe { memory.base().add(index).write(index as u8) };
+        }
+        memory
+    }
+
+    fn lent(memory: &SharedMemory) -> Vec<OwnedFd> {
+        vec![memory.fd.try_clone().unwrap()]
+    }
+
+    #[test]
+    fn a_peer_sees_the_bytes_and_only_what_was_lent() {
+        let memory = filled(64);
+        let peer = PeerMemory::map(&lent(&memory)).unwrap();
+        assert!(peer.holds(extent(0, 64, 0)));
+        for outside in [
+            extent(0, 65, 0),
+            extent(u64::MAX, 2, 0),
+            extent(0, 0, 0),
+            extent(0, 1, 1),
+        ] {
+            assert!(!peer.holds(outside), "{outside:?}");
+        }
+        let mut out = [0; 7];
+        let (first, second) = out.split_at_mut(3);
+        let mut buffers = [IoSliceMut::new(first), IoSliceMut::new(second)];
+        let extents = [extent(10, 4, 0), extent(40, 4, 0)];
+        assert_eq!(peer.copy(&extents, 2, &mut buffers), 6);
+        assert_eq!(out, [12, 13, 40, 41, 42, 43, 0]);
+    }
+
+    #[test]
+    fn a_peer_can_neither_write_nor_resize_what_was_lent() {
+        let memory = filled(64);
+        let fds = lent(&memory);
+        let protection = ProtFlags::READ | ProtFlags::WRITE;
+        assert!(Mapping::new(fds[0].as_fd(), 64, protection).is_err());
+        assert!(ftruncate(&fds[0], 0).is_err());
+        assert!(ftruncate(&fds[0], 128).is_err());
+    }
+
+    #[test]
+    fn a_segment_that_could_shrink_is_not_mapped() {
+        let fd = memfd_create("loose", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        ftruncate(&fd, 64).unwrap();
+        assert!(PeerMemory::map(&[fd]).is_err());
+    }
+}
