@@ -13,7 +13,9 @@ use baton_kv_transfer::receiver::{BlockGrant, GrantRequest, GroupGrant, Receiver
 use baton_kv_transfer::sender::{
     CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, TransportKind,
 };
-use baton_kv_transfer::{DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable};
+use baton_kv_transfer::{
+    DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable, SharedMemory,
+};
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch, RequestId};
 use rand::SeedableRng;
@@ -24,6 +26,12 @@ const TOTAL_BYTES: u64 = 256 << 20;
 const EPOCH: Epoch = Epoch(1);
 const LAYOUT: LayoutDigest = LayoutDigest([0; 32]);
 const REPEATS: usize = 5;
+
+fn lendable() -> RegionTable {
+    let memory = Arc::new(SharedMemory::new(TOTAL_BYTES as usize).expect("a segment"));
+    // SAFETY: only lanes touch it while a transfer runs.
+    vec![unsafe { memory.region() }]
+}
 
 fn pool() -> RegionTable {
     let memory: &'static mut [u8] = vec![1u8; TOTAL_BYTES as usize].leak();
@@ -39,14 +47,44 @@ fn main() {
     println!("256 MiB, {LAYERS} layers, shuffled blocks, median of {REPEATS} (min..max), GB/s");
     println!("memcpy                        {}", memcpy());
     for part_bytes in [4 << 10, 12 << 10, 64 << 10, 256 << 10, 1 << 20] {
-        for transport in [TransportKind::Loopback, TransportKind::Tcp] {
+        println!(
+            "scattered memcpy, parts of {:>4} KiB {}",
+            part_bytes >> 10,
+            scattered(part_bytes as usize)
+        );
+        for transport in [
+            TransportKind::Loopback,
+            TransportKind::SharedMemory,
+            TransportKind::Tcp,
+        ] {
             let rates = runtime.block_on(transfer(transport, part_bytes));
             println!(
-                "{transport:>8?}, parts of {:>4} KiB   {rates}",
+                "{transport:>16?}, parts of {:>4} KiB {rates}",
                 part_bytes >> 10
             );
         }
     }
+}
+
+/// One thread's copy of parts from shuffled places to shuffled places.
+fn scattered(part: usize) -> String {
+    let from = vec![1u8; TOTAL_BYTES as usize];
+    let mut to = vec![2u8; TOTAL_BYTES as usize];
+    let mut rng = rand::rngs::StdRng::seed_from_u64(2);
+    let mut map = || {
+        let mut map: Vec<usize> = (0..from.len() / part).map(|index| index * part).collect();
+        map.shuffle(&mut rng);
+        map
+    };
+    let (sources, targets) = (map(), map());
+    summary((0..REPEATS).map(|_| {
+        let started = Instant::now();
+        for (source, target) in sources.iter().zip(&targets) {
+            to[*target..][..part].copy_from_slice(&from[*source..][..part]);
+        }
+        black_box(&mut to[..]);
+        started.elapsed()
+    }))
 }
 
 fn memcpy() -> String {
@@ -63,7 +101,10 @@ async fn transfer(transport: TransportKind, part_bytes: u32) -> String {
     let config = ReceiverConfig::new(EPOCH, LAYOUT, pool());
     let receiver = Receiver::start(config, Box::new(|_| {})).expect("a receiver");
     let port = DataPort::bind(DataPortConfig::default(), receiver.clone()).expect("a port");
-    let mut config = SenderConfig::new(pool());
+    let mut config = SenderConfig::new(match transport {
+        TransportKind::SharedMemory => lendable(),
+        _ => pool(),
+    });
     config.transports = vec![transport];
     let sender = Sender::start(config);
 

@@ -1,6 +1,15 @@
 //! What a lane promises about time and order, where no clock but the test's counts.
 
 #[allow(dead_code)]
+#[path = "conformance/books.rs"]
+mod books;
+#[allow(dead_code)]
+#[path = "conformance/fabric.rs"]
+mod fabric;
+#[allow(dead_code)]
+#[path = "conformance/job.rs"]
+mod job;
+#[allow(dead_code)]
 #[path = "conformance/pool.rs"]
 mod pool;
 #[allow(dead_code)]
@@ -15,8 +24,9 @@ use std::time::Duration;
 use baton_kv_transfer::codec::Kind;
 use baton_kv_transfer::mem::{Conditions, Direction, Fault, Frame, Hurt};
 use baton_kv_transfer::receiver::Protections;
+use job::{Plan, ReceiverEnd};
 use verdict::Ending;
-use world::{Plan, ReceiverEnd, World};
+use world::World;
 
 /// Parts of 64 KiB, four to a block.
 fn world(in_flight_parts_max: usize) -> World {
@@ -144,7 +154,7 @@ fn a_machine_that_stood_still_is_not_a_dead_peer() {
     let job = world.start(0, plan);
     world.run(|world| world.frames() >= 2);
     for _ in 0..3 {
-        let world::Fabric::Mem { network, .. } = &world.fabric else {
+        let fabric::Fabric::Mem { network, .. } = &world.fabric else {
             unreachable!()
         };
         network

@@ -14,28 +14,29 @@
 //! - *hung*: a side had not ended by its deadline, or (in virtual time) its blocks were
 //!   not back 2 s after the peer's death or 1 s after a cancel.
 //!
-//! | kind | `mem` × 50 | TCP × 10 | ends in |
-//! | --- | --- | --- | --- |
-//! | clean | yes | yes | the right bytes |
-//! | drop, duplicate, reorder | 1–3 frames of any kind, both ways | data, commit | the right bytes |
-//! | truncate | 1–3 frames of any kind; the connection ends, or goes on | data | the right bytes |
-//! | bit flip in payload, in header | any bit of 1–3 frames, both ways | data | the right bytes |
-//! | stale ticket | held in or behind a frame; revoked or superseded; the blocks reused; let go before, while or after the new owner's bytes come | held in a frame; let go with them | the new owner's bytes |
-//! | wrong epoch | in the target, or in 1–3 frames; attempts as well | in the target | an error; the right bytes if only frames |
-//! | sender killed at 25, 50, 75, 99 % | the process, or its host; half of the times another one takes over | the process; as well | an error; the right bytes with another one |
-//! | receiver killed | the process, or its host | the process | an error |
-//! | link cut and restored | up to three times, up to 3 s | once, up to 0.6 s | the right bytes if shorter than the lease |
-//! | blackhole | up to 3 s, or for ever | up to 0.6 s, or for ever | the right bytes if short, else either |
-//! | slow link | 1–3 s, up to 0.15 s away | up to 0.8 s | the right bytes |
-//! | cancel at every state | at any step, inside a read or write as well; by either side or both | at any time | either |
-//! | lease end while reading | of either side; with the rest of a frame still to come | as well | either |
-//! | duplicate commit | twice, later again, or again because the answer was lost | as well | the right bytes, once |
-//! | layout mismatch | yes | yes | an error, with no byte placed |
+//! | kind | `mem` × 50 | TCP × 10 | shared memory × 5 | ends in |
+//! | --- | --- | --- | --- | --- |
+//! | clean | yes | yes | | the right bytes |
+//! | drop, duplicate, reorder | 1–3 frames of any kind, both ways | data, commit | | the right bytes |
+//! | truncate | 1–3 frames of any kind; the connection ends, or goes on | data | | the right bytes |
+//! | bit flip in payload, in header | any bit of 1–3 frames, both ways | data | | the right bytes |
+//! | stale ticket | held in or behind a frame; revoked or superseded; the blocks reused; let go before, while or after the new owner's bytes come | held in a frame; let go with them | held in a copy; revoked; the blocks reused | the new owner's bytes |
+//! | wrong epoch | in the target, or in 1–3 frames; attempts as well | in the target | | an error; the right bytes if only frames |
+//! | sender killed at 25, 50, 75, 99 % | the process, or its host; half of the times another one takes over | its connections; as well | a real process, killed; as well | an error; the right bytes with another one |
+//! | receiver killed | the process, or its host | its port and lanes | a real process, killed | an error |
+//! | link cut and restored | up to three times, up to 3 s | once, up to 0.6 s | | the right bytes if shorter than the lease |
+//! | blackhole | up to 3 s, or for ever | up to 0.6 s, or for ever | | the right bytes if short, else either |
+//! | slow link | 1–3 s, up to 0.15 s away | up to 0.8 s | | the right bytes |
+//! | cancel at every state | at any step, inside a read or write as well; by either side or both | at any time | at any time | either |
+//! | lease end while reading | of either side; with the rest of a frame still to come | as well | of either side, in a copy | either |
+//! | duplicate commit | twice, later again, or again because the answer was lost | as well | | the right bytes, once |
+//! | layout mismatch | yes | yes | | an error, with no byte placed |
 //!
 //! `mem` is one thread in virtual time ([`baton_kv_transfer::mem`]): a seed fixes every
 //! delay, fault and turn, and the suite repeats some runs to see that it does. On TCP the
 //! machine takes part; deadlines are generous, so that a busy one changes nothing.
-//! Loopback shares the state machines and the table of grants and has no wire to hurt.
+//! Over shared memory nothing travels that could be hurt but who holds what. Loopback shares
+//! the state machines and the table of grants and has no wire to hurt.
 //!
 //! # What it would notice
 //! The suite runs itself with the fence switched off (bytes of a lane that lost the right
@@ -50,9 +51,13 @@
 //! `conformance [FILTER] [--seed N] [--runs N] [--list]`: only kinds whose
 //! `transport::kind` contains FILTER; only the run with seed N; N runs of each kind.
 
+mod books;
+mod fabric;
+mod job;
 mod kinds;
 mod mem;
 mod pool;
+mod shm;
 mod tcp;
 mod verdict;
 mod world;
@@ -68,8 +73,9 @@ use verdict::{Row, Verdict};
 
 const MEM_RUNS: u64 = 50;
 const TCP_RUNS: u64 = 10;
-/// Runs over TCP at once: they wait most of the time.
-const TCP_THREADS: usize = 8;
+const SHM_RUNS: u64 = 5;
+/// Runs over sockets at once: they wait most of the time.
+const SOCKET_THREADS: usize = 8;
 /// Runs that are repeated, to see that a seed fixes them.
 const REPEATED: u64 = 3;
 
@@ -77,6 +83,7 @@ const REPEATED: u64 = 3;
 enum Over {
     Mem,
     Tcp,
+    Shm,
 }
 
 impl Over {
@@ -84,13 +91,16 @@ impl Over {
         match self {
             Self::Mem => "mem",
             Self::Tcp => "tcp",
+            Self::Shm => "shm",
         }
     }
 
     /// One run; the first ones in memory twice.
     fn run(self, kind: Kind, seed: u64) -> Verdict {
-        if self == Self::Tcp {
-            return tcp::run(kind, seed);
+        match self {
+            Self::Mem => {}
+            Self::Tcp => return tcp::run(kind, seed),
+            Self::Shm => return shm::run(kind, seed),
         }
         let run = || mem::run(kind, seed, Protections::ALL);
         let mut verdict = run();
@@ -105,7 +115,7 @@ impl Over {
     fn run_all(self, kinds: &[Kind], seeds: &[u64]) -> Vec<(Kind, Row, f64)> {
         let threads = match self {
             Self::Mem => std::thread::available_parallelism().map_or(1, usize::from),
-            Self::Tcp => TCP_THREADS,
+            Self::Tcp | Self::Shm => SOCKET_THREADS,
         };
         let runs: Vec<(usize, u64)> = (0..kinds.len())
             .flat_map(|kind| seeds.iter().map(move |seed| (kind, *seed)))
@@ -175,6 +185,12 @@ impl Arguments {
 }
 
 fn main() -> ExitCode {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match words.split_first() {
+        Some((role, rest)) if role == shm::PREFILL => shm::be_prefill(rest),
+        Some((role, rest)) if role == shm::DECODE => shm::be_decode(rest),
+        _ => {}
+    }
     let arguments = Arguments::parse();
     if arguments.list {
         if !arguments.ignored {
@@ -184,11 +200,20 @@ fn main() -> ExitCode {
     }
     let wanted = |over: Over| {
         let name = move |kind: &Kind| format!("{}::{}", over.name(), kind.name());
-        let kinds = Kind::ALL.into_iter();
+        let all: &[Kind] = match over {
+            Over::Mem | Over::Tcp => &Kind::ALL,
+            Over::Shm => &shm::KINDS,
+        };
+        let kinds = all.iter().copied();
         let kinds: Vec<Kind> = kinds.filter(|kind| arguments.wants(&name(kind))).collect();
         kinds
     };
-    if arguments.ignored || (wanted(Over::Mem).is_empty() && wanted(Over::Tcp).is_empty()) {
+    let transports = [
+        (Over::Mem, MEM_RUNS),
+        (Over::Tcp, TCP_RUNS),
+        (Over::Shm, SHM_RUNS),
+    ];
+    if arguments.ignored || transports.iter().all(|(over, _)| wanted(*over).is_empty()) {
         println!("test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
         return ExitCode::SUCCESS;
     }
@@ -196,7 +221,7 @@ fn main() -> ExitCode {
         "over  kind                     runs   hit right error wrong leaked hung  seconds  errors (receiver/sender)"
     );
     let mut rows = Vec::new();
-    for (over, runs) in [(Over::Mem, MEM_RUNS), (Over::Tcp, TCP_RUNS)] {
+    for (over, runs) in transports {
         let kinds = wanted(over);
         let seeds = arguments.seeds(runs);
         let started = Instant::now();

@@ -12,9 +12,10 @@ use baton_proto::Epoch;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::job::Plan;
 use crate::kinds::Kind;
 use crate::verdict::{Ending, Verdict};
-use crate::world::{BACK_AFTER_CANCEL, BACK_AFTER_DEATH, EPOCH, Plan, World, poll_once};
+use crate::world::{BACK_AFTER_CANCEL, BACK_AFTER_DEATH, EPOCH, World, poll_once};
 
 /// What the same seed does when nothing is hurt.
 struct Clean {

@@ -3,9 +3,9 @@
 #![allow(unsafe_code)]
 
 use std::cell::UnsafeCell;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex};
 
-use baton_kv_transfer::MemoryRegion;
+use baton_kv_transfer::{MemoryRegion, SharedMemory};
 use baton_proto::kv_layout::ByteExtent;
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore};
@@ -13,10 +13,54 @@ use rand::{Rng, RngCore};
 /// What free blocks are filled with.
 const FREE: u8 = 0xDD;
 
-struct Memory(Box<[UnsafeCell<u8>]>);
+enum Memory {
+    Own(Box<[UnsafeCell<u8>]>),
+    Shared(Arc<SharedMemory>),
+}
 
 // SAFETY: the pool's owner touches bytes only of blocks that no lane may touch.
 unsafe impl Sync for Memory {}
+
+impl Memory {
+    fn base(&self) -> *mut u8 {
+        match self {
+            Self::Own(bytes) => bytes.as_ptr().cast_mut().cast(),
+            Self::Shared(memory) => memory.base().as_ptr(),
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Self::Own(bytes) => bytes.len(),
+            Self::Shared(memory) => memory.len(),
+        }
+    }
+}
+
+/// Holds a lane in the middle of a write, under its guard.
+#[derive(Default)]
+struct Gate {
+    /// Writes until it closes; `None` if it does not.
+    after: Mutex<Option<u64>>,
+    holding: Mutex<bool>,
+    opened: Condvar,
+}
+
+impl Gate {
+    fn pass(&self) {
+        let mut after = self.after.lock().unwrap();
+        let closes = *after == Some(0);
+        *after = after.and_then(|after| after.checked_sub(1));
+        drop(after);
+        if closes {
+            let mut holding = self.holding.lock().unwrap();
+            *holding = true;
+            while *holding {
+                holding = self.opened.wait(holding).unwrap();
+            }
+        }
+    }
+}
 
 #[derive(Default)]
 struct Books {
@@ -31,6 +75,7 @@ struct Books {
 pub struct Pool {
     memory: Arc<Memory>,
     books: Arc<Mutex<Books>>,
+    gate: Arc<Gate>,
     pub layers: u32,
     pub part_bytes: u32,
 }
@@ -41,9 +86,23 @@ impl Pool {
         let bytes = vec![FREE; blocks * layers as usize * part_bytes as usize];
         let bytes = Box::into_raw(bytes.into_boxed_slice());
         // SAFETY: `UnsafeCell<u8>` has the layout of `u8`, and the box was just given up.
-        let memory = Memory(unsafe { Box::from_raw(bytes as *mut [UnsafeCell<u8>]) });
+        let memory = Memory::Own(unsafe { Box::from_raw(bytes as *mut [UnsafeCell<u8>]) });
+        Self::of(memory, blocks, layers, part_bytes)
+    }
+
+    /// The same, in memory that other processes can be lent.
+    pub fn shared(blocks: usize, layers: u32, part_bytes: u32) -> Self {
+        let len = blocks * layers as usize * part_bytes as usize;
+        let memory = SharedMemory::new(len).unwrap();
+        // SAFETY: fresh, this long, and known to nobody else.
+        unsafe { std::ptr::write_bytes(memory.base().as_ptr(), FREE, len) };
+        Self::of(Memory::Shared(Arc::new(memory)), blocks, layers, part_bytes)
+    }
+
+    fn of(memory: Memory, blocks: usize, layers: u32, part_bytes: u32) -> Self {
         Self {
             memory: Arc::new(memory),
+            gate: Arc::default(),
             books: Arc::new(Mutex::new(Books {
                 free: vec![true; blocks],
                 writes: vec![0; blocks],
@@ -57,16 +116,23 @@ impl Pool {
     /// The pool as lanes see it.
     pub fn region(&self) -> MemoryRegion {
         let keep = Arc::clone(&self.memory);
-        let len = self.memory.0.len();
-        let base = self.memory.0.as_ptr().cast_mut().cast();
         // SAFETY: `keep` owns the bytes; the owner keeps the promises of `new`, and the
         // suite is there to find out whether the lanes do.
-        let region = unsafe { MemoryRegion::new(base, len, keep) };
+        let region = unsafe {
+            match &*self.memory {
+                Memory::Own(_) => MemoryRegion::new(self.memory.base(), self.memory.len(), keep),
+                Memory::Shared(memory) => memory.region(),
+            }
+        };
+        let gate = Arc::clone(&self.gate);
         let books = Arc::clone(&self.books);
         let block_bytes = u64::from(self.layers) * u64::from(self.part_bytes);
         region.watched(move |access| {
             let first = access.offset / block_bytes;
             let last = (access.offset + u64::from(access.len).max(1) - 1) / block_bytes;
+            if access.write {
+                gate.pass();
+            }
             let mut books = books.lock().unwrap();
             for block in first..=last {
                 books.writes[block as usize] += u64::from(access.write);
@@ -163,11 +229,11 @@ impl Pool {
 
     fn part<T>(&self, block: u32, layer: u32, with: impl FnOnce(&mut [u8]) -> T) -> T {
         let extent = self.extent(block, layer);
-        let cells = &self.memory.0[extent.offset as usize..][..extent.len as usize];
-        let base: *mut u8 = cells.as_ptr().cast_mut().cast();
-        // SAFETY: the cells allow writing, and the owner asks only for parts that no lane
-        // may touch, on one thread.
-        with(unsafe { std::slice::from_raw_parts_mut(base, cells.len()) })
+        let (offset, len) = (extent.offset as usize, extent.len as usize);
+        assert!(offset + len <= self.memory.len());
+        // SAFETY: in bounds; the bytes allow writing, and the owner asks only for parts
+        // that no lane may touch, on one thread.
+        with(unsafe { std::slice::from_raw_parts_mut(self.memory.base().add(offset), len) })
     }
 
     /// Times that lanes were about to write these blocks.
@@ -177,6 +243,23 @@ impl Pool {
             .iter()
             .map(|block| books.writes[*block as usize])
             .sum()
+    }
+
+    /// Holds the lane that makes the next write but `after`, under its guard.
+    pub fn hold_write(&self, after: u64) {
+        *self.gate.after.lock().unwrap() = Some(after);
+    }
+
+    /// Whether a lane is held.
+    pub fn is_holding(&self) -> bool {
+        *self.gate.holding.lock().unwrap()
+    }
+
+    /// Lets the lane go on, and none be held any more.
+    pub fn release(&self) {
+        *self.gate.after.lock().unwrap() = None;
+        *self.gate.holding.lock().unwrap() = false;
+        self.gate.opened.notify_all();
     }
 
     /// Blocks that are not free.

@@ -9,9 +9,11 @@ use baton_proto::Epoch;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::fabric::Leases;
+use crate::job::Plan;
 use crate::kinds::Kind;
 use crate::verdict::{Ending, Verdict};
-use crate::world::{EPOCH, Leases, Plan, World};
+use crate::world::{EPOCH, World};
 
 /// A world with its main job, and often some bystanders on the same lane.
 fn begin(seed: u64, leases: Leases, shape: impl FnOnce(&mut World, &mut Plan)) -> (World, usize) {

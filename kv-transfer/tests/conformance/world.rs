@@ -13,29 +13,25 @@ use baton_kv_transfer::codec::Kind as FrameKind;
 use baton_kv_transfer::fault_proxy::FaultProxy;
 use baton_kv_transfer::mem::{Conditions, Direction, Link, Network};
 use baton_kv_transfer::receiver::{
-    BlockGrant, Event, EventKind, GrantRequest, GroupGrant, Protections, Receiver, ReceiverConfig,
-    Regrant, RegrantRequest, Terminal,
+    BlockGrant, Event, GrantRequest, GroupGrant, Protections, Receiver, ReceiverConfig, Regrant,
+    RegrantRequest,
 };
-use baton_kv_transfer::sender::{
-    CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, Transfer, TransportKind,
-};
+use baton_kv_transfer::sender::{LaneTarget, Sender, SenderConfig, SourceBlock, TransportKind};
 use baton_kv_transfer::{DataPort, DataPortConfig, Error, LayoutDigest, SessionId, Ticket};
 use baton_proto::{Attempt, Epoch, RequestId};
-use bytes::Bytes;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
+use crate::fabric::{Fabric, Leases};
+use crate::job::{Content, Job, Plan, ReceiverEnd, Remote, SenderEnd, Wanted};
 use crate::pool::Pool;
-use crate::verdict::{Ending, Verdict};
+use crate::verdict::Verdict;
 
 pub const EPOCH: Epoch = Epoch(0xbeef);
 pub const LAYOUT: LayoutDigest = LayoutDigest([9; 32]);
 /// Blocks are back after a peer's death, and after a cancel, within this.
 pub const BACK_AFTER_DEATH: Duration = Duration::from_secs(2);
 pub const BACK_AFTER_CANCEL: Duration = Duration::from_secs(1);
-/// A run whose request's deadline is this far back has not ended in time.
-const SLACK: Duration = Duration::from_secs(2);
-
 /// Polls once; whoever drives the world polls again.
 pub fn poll_once<F: Future>(future: F) -> Option<F::Output> {
     match pin!(future).poll(&mut Context::from_waker(Waker::noop())) {
@@ -44,158 +40,9 @@ pub fn poll_once<F: Future>(future: F) -> Option<F::Output> {
     }
 }
 
-/// How one side of a request ended.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum ReceiverEnd {
-    Completed,
-    /// The blocks came back without success.
-    Ended(String),
-    /// The process is gone, and its memory with it.
-    Died,
-}
-
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum SenderEnd {
-    Said(CommitOutcome),
-    Died,
-}
-
-/// What a request is to be like.
-#[derive(Clone)]
-pub struct Plan {
-    pub blocks: usize,
-    pub deadline: Duration,
-    /// From its start until the commit is asked for; `None` if it never is.
-    pub commit_after: Option<Duration>,
-    pub pushes_over: Duration,
-    pub attempt: u32,
-    pub layout: LayoutDigest,
-    /// What the sender believes.
-    pub sent_attempt: u32,
-    pub sent_epoch: Epoch,
-    /// The sender's own deadline.
-    pub sent_deadline: Duration,
-}
-
-impl Plan {
-    pub fn new(blocks: usize, rng: &mut StdRng) -> Self {
-        let pushes_over = Duration::from_micros(rng.random_range(0..40_000));
-        let deadline = Duration::from_secs(20);
-        Self {
-            blocks,
-            deadline,
-            commit_after: Some(pushes_over),
-            pushes_over,
-            attempt: 1,
-            layout: LAYOUT,
-            sent_attempt: 1,
-            sent_epoch: EPOCH,
-            sent_deadline: deadline,
-        }
-    }
-}
-
-/// One attempt of one request, on both sides.
-pub struct Job {
-    pub ticket: Ticket,
-    pub transfer: Option<Arc<Transfer>>,
-    sender: usize,
-    plan: Plan,
-    ordinals: Vec<u32>,
-    pub source_blocks: Vec<u32>,
-    pub destination_blocks: Vec<u32>,
-    content: Vec<Vec<Vec<u8>>>,
-    started: Instant,
-    pushes: VecDeque<(Instant, u32, Vec<SourceBlock>)>,
-    committed_at: Option<Instant>,
-    /// A lane has opened the ticket.
-    pub opened: bool,
-    revoking: bool,
-    pub receiver_end: Option<ReceiverEnd>,
-    pub sender_end: Option<SenderEnd>,
-    pub receiver_back: Option<Instant>,
-    pub sender_back: Option<Instant>,
-    /// When something happened after which the blocks of a side must be back by then.
-    receiver_due: Option<Instant>,
-    sender_due: Option<Instant>,
-}
-
-impl Job {
-    pub fn is_over(&self) -> bool {
-        self.receiver_back.is_some() && self.sender_back.is_some()
-    }
-
-    fn payload(&self) -> Bytes {
-        Bytes::from(format!("first token of {:?}", self.source_blocks))
-    }
-}
-
-/// What lies between the workers.
-pub enum Fabric {
-    Mem {
-        network: Network,
-        link: Link,
-    },
-    Tcp {
-        port: Option<DataPort>,
-        proxy: FaultProxy,
-        leases: Leases,
-    },
-}
-
-/// Times of the lanes over TCP.
-#[derive(Clone, Copy)]
-pub struct Leases {
-    pub ping: Duration,
-    pub silence: Duration,
-    pub lease: Duration,
-}
-
-impl Leases {
-    /// For runs that have to see a peer's death; a starved thread looks like one.
-    pub const SHORT: Self = Self {
-        ping: Duration::from_millis(50),
-        silence: Duration::from_millis(250),
-        lease: Duration::from_millis(400),
-    };
-    /// For runs in which nobody dies, however busy the machine is.
-    pub const LONG: Self = Self {
-        ping: Duration::from_millis(250),
-        silence: Duration::from_secs(10),
-        lease: Duration::from_secs(15),
-    };
-}
-
-impl Fabric {
-    fn now(&self) -> Instant {
-        match self {
-            Self::Mem { network, .. } => network.now(),
-            Self::Tcp { .. } => Instant::now(),
-        }
-    }
-
-    /// Tells that the workers did something.
-    pub fn poke(&self) {
-        if let Self::Mem { network, .. } = self {
-            network.poke();
-        }
-    }
-
-    /// Lets the lanes work, at most until then.
-    fn step(&self, until: Instant) {
-        match self {
-            Self::Mem { network, .. } => drop(network.step(until)),
-            Self::Tcp { .. } => {
-                let left = until.saturating_duration_since(Instant::now());
-                std::thread::sleep(left.min(Duration::from_millis(1)));
-            }
-        }
-    }
-}
-
-struct Prefill {
-    sender: Option<Sender>,
-    session: SessionId,
+pub struct Prefill {
+    pub sender: Option<Sender>,
+    pub session: SessionId,
 }
 
 pub struct World {
@@ -207,11 +54,11 @@ pub struct World {
     pub jobs: Vec<Job>,
     pub verdict: Verdict,
     pub steps: u64,
-    prefills: Vec<Prefill>,
-    events: Arc<Mutex<Vec<Event>>>,
+    pub prefills: Vec<Prefill>,
+    pub events: Arc<Mutex<Vec<Event>>>,
     pub address: SocketAddr,
     pub in_flight_parts_max: usize,
-    lanes_per_peer: usize,
+    pub lanes_per_peer: usize,
 }
 
 impl World {
@@ -282,13 +129,35 @@ impl World {
 
     /// The same workers with real sockets, threads and time between them.
     pub fn over_tcp(seed: u64, leases: Leases) -> Self {
+        Self::over_sockets(seed, leases, Pool::new, |port, leases| {
+            let proxy = FaultProxy::start(port.local_address()).unwrap();
+            Fabric::Tcp {
+                port: Some(port),
+                proxy,
+                leases,
+            }
+        })
+    }
+
+    /// The same with memory that is lent.
+    pub fn over_shared_memory(seed: u64, leases: Leases) -> Self {
+        Self::over_sockets(seed, leases, Pool::shared, |port, leases| Fabric::Shared {
+            _port: port,
+            leases,
+        })
+    }
+
+    fn over_sockets(
+        seed: u64,
+        leases: Leases,
+        pool: fn(usize, u32, u32) -> Pool,
+        fabric: fn(DataPort, Leases) -> Fabric,
+    ) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let layers = rng.random_range(2..8);
         let part_bytes = rng.random_range(1..12_000);
-        let (source, destination) = (
-            Pool::new(80, layers, part_bytes),
-            Pool::new(80, layers, part_bytes),
-        );
+        let source = pool(80, layers, part_bytes);
+        let destination = Pool::new(80, layers, part_bytes);
         let events: Arc<Mutex<Vec<Event>>> = Arc::default();
         let sink = Arc::clone(&events);
         let mut config = ReceiverConfig::new(EPOCH, LAYOUT, vec![destination.region()]);
@@ -302,16 +171,16 @@ impl World {
             ..DataPortConfig::default()
         };
         let port = DataPort::bind(port, receiver.clone()).unwrap();
-        let proxy = FaultProxy::start(port.local_address()).unwrap();
         let in_flight_parts_max = rng.random_range(4..200);
+        let address = port.local_address();
+        let fabric = fabric(port, leases);
         let mut world = Self {
             rng,
-            address: proxy.address(),
-            fabric: Fabric::Tcp {
-                port: Some(port),
-                proxy,
-                leases,
+            address: match &fabric {
+                Fabric::Tcp { proxy, .. } => proxy.address(),
+                Fabric::Mem { .. } | Fabric::Shared { .. } => address,
             },
+            fabric,
             receiver: Some(receiver),
             source,
             destination,
@@ -335,7 +204,7 @@ impl World {
     pub fn link(&self) -> &Link {
         match &self.fabric {
             Fabric::Mem { link, .. } => link,
-            Fabric::Tcp { .. } => panic!("not in memory"),
+            _ => panic!("not in memory"),
         }
     }
 
@@ -343,7 +212,7 @@ impl World {
     pub fn proxy(&self) -> &FaultProxy {
         match &self.fabric {
             Fabric::Tcp { proxy, .. } => proxy,
-            Fabric::Mem { .. } => panic!("not over TCP"),
+            _ => panic!("not over TCP"),
         }
     }
 
@@ -355,8 +224,11 @@ impl World {
                 config.environment = network.environment().clone();
                 config.network = Some(network.clone());
             }
-            Fabric::Tcp { leases, .. } => {
-                config.transports = vec![TransportKind::Tcp];
+            Fabric::Tcp { leases, .. } | Fabric::Shared { leases, .. } => {
+                config.transports = vec![match self.fabric {
+                    Fabric::Shared { .. } => TransportKind::SharedMemory,
+                    _ => TransportKind::Tcp,
+                }];
                 config.ping_interval = leases.ping;
                 config.silence_max = leases.silence;
                 config.reconnect_max = leases.lease;
@@ -392,7 +264,14 @@ impl World {
     pub fn start_on(&mut self, sender: usize, plan: Plan, blocks: Vec<u32>) -> usize {
         let ordinals = self.ordinals(blocks.len());
         let ticket = self.grant(&plan, &ordinals, &blocks);
-        self.open(sender, plan, ordinals, blocks, ticket, None)
+        let wanted = Wanted {
+            ordinals,
+            blocks,
+            ticket,
+            content: None,
+            remote: None,
+        };
+        self.open(sender, plan, wanted)
     }
 
     fn ordinals(&mut self, count: usize) -> Vec<u32> {
@@ -434,17 +313,72 @@ impl World {
             .ticket
     }
 
-    /// Opens a transfer for a ticket. `content` if the bytes are those of an older attempt.
-    fn open(
-        &mut self,
-        sender: usize,
-        plan: Plan,
-        ordinals: Vec<u32>,
-        blocks: Vec<u32>,
-        ticket: Ticket,
-        content: Option<Vec<Vec<Vec<u8>>>>,
-    ) -> usize {
-        let source_blocks = self.source.take(blocks.len(), &mut self.rng);
+    /// Grants blocks to a prefill worker that is a process of its own: its job, the ticket
+    /// and the ordinals. `content` is what it will send.
+    pub fn start_remote(&mut self, plan: Plan, content: Content) -> (usize, Ticket, Vec<u32>) {
+        let blocks = self.destination.take(plan.blocks, &mut self.rng);
+        let ordinals = self.ordinals(blocks.len());
+        let ticket = self.grant(&plan, &ordinals, &blocks);
+        let mut job = self.job(plan, ticket, ordinals.clone(), content);
+        job.destination_blocks = blocks;
+        job.sender_end = Some(SenderEnd::Died);
+        job.sender_back = Some(self.now());
+        self.jobs.push(job);
+        (self.jobs.len() - 1, ticket, ordinals)
+    }
+
+    /// Opens a transfer to a decode worker that is a process of its own.
+    pub fn start_to_remote(&mut self, plan: Plan, ordinals: Vec<u32>, remote: Remote) -> usize {
+        let wanted = Wanted {
+            ordinals,
+            blocks: Vec::new(),
+            ticket: remote.ticket,
+            content: None,
+            remote: Some(remote),
+        };
+        let index = self.open(0, plan, wanted);
+        let now = self.now();
+        let job = &mut self.jobs[index];
+        job.receiver_end = Some(ReceiverEnd::Died);
+        job.receiver_back = Some(now);
+        index
+    }
+
+    fn job(&self, plan: Plan, ticket: Ticket, ordinals: Vec<u32>, content: Content) -> Job {
+        Job {
+            ticket,
+            transfer: None,
+            sender: 0,
+            plan,
+            ordinals,
+            source_blocks: Vec::new(),
+            destination_blocks: Vec::new(),
+            content,
+            started: self.now(),
+            pushes: VecDeque::new(),
+            committed_at: None,
+            opened: false,
+            revoking: false,
+            receiver_end: None,
+            sender_end: None,
+            receiver_back: None,
+            sender_back: None,
+            receiver_due: None,
+            sender_due: None,
+        }
+    }
+
+    /// Opens a transfer for a ticket.
+    fn open(&mut self, sender: usize, plan: Plan, wanted: Wanted) -> usize {
+        let Wanted {
+            ordinals,
+            blocks,
+            ticket,
+            content,
+            remote,
+        } = wanted;
+        let count = ordinals.len();
+        let source_blocks = self.source.take(count, &mut self.rng);
         let filled = self.source.fill(&source_blocks, &mut self.rng);
         let content = match content {
             None => filled,
@@ -454,11 +388,15 @@ impl World {
             }
         };
         let receiver = self.receiver.as_ref().unwrap();
+        let (process_token, lane_key) = match &remote {
+            Some(remote) => (remote.process_token, remote.lane_key.clone()),
+            None => (receiver.process_token(), receiver.lane_key().clone()),
+        };
         let target = LaneTarget {
             data_address: Some(self.address),
             server_name: None,
-            process_token: receiver.process_token(),
-            lane_key: receiver.lane_key().clone(),
+            process_token,
+            lane_key,
             ticket,
             epoch: plan.sent_epoch,
             attempt: Attempt(plan.sent_attempt),
@@ -470,8 +408,8 @@ impl World {
         let started = self.now();
         let layers = self.source.layers;
         let mut pushes = VecDeque::new();
-        let chunk = self.rng.random_range(1..=blocks.len().max(1));
-        let count = layers as usize * blocks.len().div_ceil(chunk);
+        let chunk = self.rng.random_range(1..=count.max(1));
+        let count = layers as usize * count.div_ceil(chunk);
         for layer in 0..layers {
             let all: Vec<SourceBlock> = ordinals
                 .iter()
@@ -487,27 +425,13 @@ impl World {
                 pushes.push_back((at, layer, blocks.to_vec()));
             }
         }
-        self.jobs.push(Job {
-            ticket,
-            transfer: Some(Arc::new(transfer)),
-            sender,
-            plan,
-            ordinals,
-            source_blocks,
-            destination_blocks: blocks,
-            content,
-            started,
-            pushes,
-            committed_at: None,
-            opened: false,
-            revoking: false,
-            receiver_end: None,
-            sender_end: None,
-            receiver_back: None,
-            sender_back: None,
-            receiver_due: None,
-            sender_due: None,
-        });
+        let mut job = self.job(plan, ticket, ordinals, content);
+        job.transfer = Some(Arc::new(transfer));
+        job.sender = sender;
+        job.source_blocks = source_blocks;
+        job.destination_blocks = blocks;
+        job.pushes = pushes;
+        self.jobs.push(job);
         self.fabric.poke();
         self.jobs.len() - 1
     }
@@ -529,7 +453,7 @@ impl World {
                 break regrant;
             }
             assert!(
-                matches!(self.fabric, Fabric::Tcp { .. }),
+                !matches!(self.fabric, Fabric::Mem { .. }),
                 "a guard outlived its turn"
             );
             std::thread::yield_now();
@@ -546,7 +470,14 @@ impl World {
                 let (ordinals, blocks) = (job.ordinals.clone(), job.destination_blocks.clone());
                 // Kept parts are only kept if the new worker's bytes would be the same.
                 let content = keep.then(|| job.content.clone());
-                Some(self.open(sender, plan, ordinals, blocks, grant.ticket, content))
+                let wanted = Wanted {
+                    ordinals,
+                    blocks,
+                    ticket: grant.ticket,
+                    content,
+                    remote: None,
+                };
+                Some(self.open(sender, plan, wanted))
             }
             Ok(Regrant::Committed) | Err(Error::UnknownTicket) => None,
             Err(error) => panic!("{error}"),
@@ -573,7 +504,7 @@ impl World {
         receiver: Option<Duration>,
         sender: Option<Duration>,
     ) {
-        if matches!(self.fabric, Fabric::Tcp { .. }) {
+        if !matches!(self.fabric, Fabric::Mem { .. }) {
             // Real time proves nothing on a busy machine: back is enough.
             return;
         }
@@ -599,6 +530,7 @@ impl World {
                 proxy.refuse(true);
                 proxy.cut();
             }
+            Fabric::Shared { .. } => panic!("kill a process of its own"),
         }
         let now = self.now();
         for job in self.jobs.iter_mut().filter(|job| job.sender == sender) {
@@ -622,6 +554,7 @@ impl World {
         match &mut self.fabric {
             Fabric::Mem { network, .. } => network.kill_receiver(self.address),
             Fabric::Tcp { port, .. } => drop(port.take()),
+            Fabric::Shared { .. } => panic!("kill a process of its own"),
         }
         let now = self.now();
         for job in &mut self.jobs {
@@ -639,287 +572,7 @@ impl World {
         match &self.fabric {
             Fabric::Mem { link, .. } => link.frames(Direction::Forth, FrameKind::Data),
             Fabric::Tcp { proxy, .. } => proxy.data_frames(),
-        }
-    }
-
-    /// Runs until `done`, or until every job is over or late.
-    pub fn run(&mut self, mut done: impl FnMut(&mut Self) -> bool) {
-        loop {
-            self.turn();
-            if self.jobs.iter().all(Job::is_over) || done(self) || !self.step(None) {
-                return;
-            }
-        }
-    }
-
-    /// Runs until a point in time.
-    pub fn run_to(&mut self, at: Instant) {
-        loop {
-            self.turn();
-            if self.now() >= at || !self.step(Some(at)) {
-                return;
-            }
-        }
-    }
-
-    /// Whatever the workers have to do now.
-    fn turn(&mut self) {
-        for index in 0..self.jobs.len() {
-            self.prefill(index);
-            self.decode(index);
-        }
-        self.hear();
-    }
-
-    /// One step of the network; false once the run is late.
-    fn step(&mut self, until: Option<Instant>) -> bool {
-        let over = |job: &Job| {
-            let longest = job.plan.deadline.max(job.plan.sent_deadline);
-            (!job.is_over()).then(|| job.started + longest + SLACK)
-        };
-        let late = self.jobs.iter().filter_map(over).min();
-        let pushes = self.jobs.iter().filter_map(Self::next_word);
-        let next = pushes.chain(late).chain(until).min();
-        let next = next.unwrap_or_else(|| self.now() + Duration::from_secs(1));
-        self.steps += 1;
-        self.fabric.step(next);
-        late.is_none_or(|late| self.now() < late)
-    }
-
-    /// When a worker of a prefill side has its next word.
-    fn next_word(job: &Job) -> Option<Instant> {
-        job.transfer.as_ref()?;
-        match job.pushes.front() {
-            Some((at, ..)) => Some(*at),
-            None if job.committed_at.is_none() => Some(job.started + job.plan.commit_after?),
-            None => None,
-        }
-    }
-
-    fn prefill(&mut self, index: usize) {
-        let now = self.fabric.now();
-        let job = &mut self.jobs[index];
-        let Some(transfer) = job.transfer.clone() else {
-            return;
-        };
-        while job.pushes.front().is_some_and(|(at, ..)| *at <= now) {
-            let Some((_, layer, blocks)) = job.pushes.front() else {
-                break;
-            };
-            match poll_once(transfer.push(0, *layer, blocks)) {
-                None => break,
-                Some(Ok(())) => drop(job.pushes.pop_front()),
-                Some(Err(_)) => job.pushes.clear(),
-            }
-            self.fabric.poke();
-        }
-        let due = job
-            .plan
-            .commit_after
-            .is_some_and(|after| job.started + after <= now);
-        if job.pushes.is_empty() && due && job.committed_at.is_none() {
-            job.committed_at = Some(now);
-            let payload = job.payload();
-            let _ = poll_once(transfer.commit(payload));
-            self.fabric.poke();
-        }
-        let Some(outcome) = transfer.try_outcome() else {
-            return;
-        };
-        job.sender_end.get_or_insert(SenderEnd::Said(outcome));
-        job.pushes.clear();
-        if job.sender_back.is_none() && poll_once(transfer.quiesced()).is_some() {
-            if transfer.may_be_read() {
-                let text = format!("job {index}: quiet, but a lane may read");
-                self.verdict.wrong.push(text);
-            }
-            job.sender_back = Some(now);
-            job.transfer = None;
-            self.source.give(&job.source_blocks);
-            if job.sender_due.is_some_and(|due| now > due) {
-                let late = now.duration_since(job.sender_due.unwrap_or(now));
-                let text = format!("job {index}: source blocks back {late:?} late");
-                self.verdict.hung.push(text);
-            }
-        }
-    }
-
-    fn decode(&mut self, index: usize) {
-        let Some(receiver) = self.receiver.clone() else {
-            return;
-        };
-        let job = &mut self.jobs[index];
-        if job.receiver_back.is_some() {
-            // A newer attempt has a ticket of its own.
-            if receiver.may_be_written(job.ticket) {
-                let text = format!("job {index}: its blocks are free, but a lane may write them");
-                self.verdict.wrong.push(text);
-            }
-            return;
-        }
-        if !job.revoking {
-            return;
-        }
-        match poll_once(receiver.revoke(job.ticket)) {
-            None => {}
-            Some(Some(Terminal::Fenced)) => {
-                self.back(index, ReceiverEnd::Ended("revoked".to_owned()))
-            }
-            // The event of the other end comes, or came.
-            Some(_) => job.revoking = false,
-        }
-        self.fabric.poke();
-    }
-
-    fn hear(&mut self) {
-        let events = std::mem::take(&mut *self.events.lock().unwrap());
-        for event in events {
-            let of = |job: &Job| job.ticket == event.ticket;
-            let Some(index) = self.jobs.iter().position(of) else {
-                continue;
-            };
-            let end = match &event.what {
-                EventKind::LaneLost => continue,
-                EventKind::Started => {
-                    self.jobs[index].opened = true;
-                    continue;
-                }
-                EventKind::Completed { commit_payload, .. } => {
-                    if *commit_payload != self.jobs[index].payload() {
-                        let text = format!("job {index}: another commit's payload");
-                        self.verdict.wrong.push(text);
-                    }
-                    self.compare(index);
-                    ReceiverEnd::Completed
-                }
-                EventKind::Aborted { reason } => ReceiverEnd::Ended(format!("{reason:?}")),
-                EventKind::Expired { reason } => ReceiverEnd::Ended(format!("{reason:?}")),
-            };
-            if self.receiver.is_some() {
-                self.back(index, end);
-            }
-        }
-    }
-
-    /// Compares every part with what the prefill worker had.
-    fn compare(&mut self, index: usize) {
-        let job = &self.jobs[index];
-        for (block, content) in job.destination_blocks.iter().zip(&job.content) {
-            for (layer, bytes) in (0..).zip(content) {
-                if self.destination.bytes(*block, layer) != *bytes {
-                    let text = format!("job {index}: block {block}, layer {layer}: other bytes");
-                    self.verdict.wrong.push(text);
-                }
-            }
-        }
-    }
-
-    /// The receiver's side of a job has ended, and its blocks are the worker's.
-    fn back(&mut self, index: usize, end: ReceiverEnd) {
-        let now = self.now();
-        let job = &mut self.jobs[index];
-        if let Some(before) = &job.receiver_end {
-            let text = format!("job {index} ended twice: {before:?}, then {end:?}");
-            self.verdict.wrong.push(text);
-            return;
-        }
-        if let Some(receiver) = &self.receiver
-            && receiver.may_be_written(job.ticket)
-        {
-            let text = format!("job {index}: it ended, but a lane may write its blocks");
-            self.verdict.wrong.push(text);
-        }
-        job.receiver_end = Some(end);
-        job.receiver_back = Some(now);
-        self.destination.give(&job.destination_blocks);
-        if job.receiver_due.is_some_and(|due| now > due) {
-            let late = now.duration_since(job.receiver_due.unwrap_or(now));
-            let text = format!("job {index}: granted blocks back {late:?} late");
-            self.verdict.hung.push(text);
-        }
-    }
-
-    /// The end of a run whose outcome is that of job `main`.
-    pub fn finish(mut self, main: usize) -> Verdict {
-        self.run(|_| false);
-        for (index, job) in self.jobs.iter().enumerate() {
-            if !job.is_over() {
-                self.verdict.hung.push(format!(
-                    "job {index}: receiver {:?}, sender {:?}",
-                    job.receiver_end, job.sender_end
-                ));
-            }
-            let said_so = job.sender_end == Some(SenderEnd::Said(CommitOutcome::Committed));
-            let is_so = job.receiver_end == Some(ReceiverEnd::Completed);
-            let died = job.receiver_end == Some(ReceiverEnd::Died);
-            let refused = matches!(
-                job.sender_end,
-                Some(SenderEnd::Said(CommitOutcome::Refused(_)))
-            );
-            if (said_so && !is_so && !died) || (is_so && refused) {
-                self.verdict.wrong.push(format!(
-                    "job {index}: the ends differ: receiver {:?}, sender {:?}",
-                    job.receiver_end, job.sender_end
-                ));
-            }
-        }
-        self.settle();
-        let job = &self.jobs[main];
-        self.verdict.ending = match (&job.receiver_end, &job.sender_end) {
-            (Some(ReceiverEnd::Completed), _) => Some(Ending::Right),
-            (Some(receiver), Some(sender)) => {
-                let receiver = match receiver {
-                    ReceiverEnd::Ended(how) => how.as_str(),
-                    _ => "died",
-                };
-                let sender = match sender {
-                    SenderEnd::Said(CommitOutcome::Refused(refusal)) => format!("{refusal:?}"),
-                    SenderEnd::Said(CommitOutcome::Aborted(_)) => "Aborted".to_owned(),
-                    SenderEnd::Said(other) => format!("{other:?}"),
-                    SenderEnd::Died => "died".to_owned(),
-                };
-                let receiver = receiver.split('(').next().unwrap_or_default();
-                Some(Ending::Error(format!("{receiver}/{sender}")))
-            }
-            _ => None,
-        };
-        if let Fabric::Mem { network, .. } = &self.fabric {
-            self.verdict.trace = network.trace();
-        }
-        self.verdict
-    }
-
-    /// Once every job is over: nothing is left in any table or pool.
-    fn settle(&mut self) {
-        let mut wait = self.now();
-        let until = wait + Duration::from_secs(3);
-        let open = |world: &Self| {
-            let senders = world
-                .prefills
-                .iter()
-                .filter_map(|prefill| prefill.sender.as_ref());
-            let transfers: usize = senders.map(Sender::transfers_open).sum();
-            let grants = world.receiver.as_ref().map_or(0, Receiver::grants_live);
-            (transfers, grants)
-        };
-        // Dark links keep senders from saying their last words.
-        while open(self) != (0, 0) && wait < until {
-            wait += Duration::from_millis(50);
-            self.run_to(wait);
-        }
-        let (transfers, grants) = open(self);
-        if (transfers, grants) != (0, 0) {
-            let text = format!("{transfers} transfers and {grants} grants are left");
-            self.verdict.leaked.push(text);
-        }
-        let used = (self.source.used(), self.destination.used());
-        if used != (0, 0) {
-            let text = format!("{} source and {} granted blocks are left", used.0, used.1);
-            self.verdict.leaked.push(text);
-        }
-        self.hear();
-        for pool in [&self.source, &self.destination] {
-            self.verdict.wrong.extend(pool.trespasses());
+            Fabric::Shared { .. } => panic!("nobody counts"),
         }
     }
 }

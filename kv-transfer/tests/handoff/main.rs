@@ -6,6 +6,7 @@
 mod faults;
 mod fencing;
 mod hostile;
+mod lending;
 mod moving;
 mod pair;
 mod tls;
