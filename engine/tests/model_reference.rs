@@ -4,12 +4,12 @@
 #[path = "model_support/runner.rs"]
 mod runner;
 
-use baton_engine::model::ModelConfig;
 use baton_engine::model::config::{GateActivation, Pairing};
+use baton_engine::model::{ModelConfig, WeightFormat};
 use baton_engine::step::LogitsWanted;
 use baton_kernels::Isa;
 use baton_proto::kv_layout::KvDtype;
-use runner::{Runner, Setup, argmax, fixture, open, real_model};
+use runner::{Runner, Setup, argmax, fixture, open, open_as, real_model};
 use serde_json::Value;
 
 fn reference(model: &str) -> Value {
@@ -329,8 +329,8 @@ fn bits(logits: &[f32]) -> Vec<u32> {
 
 /// A prompt and four decode steps alone, chunked, among 15 neighbours of other lengths,
 /// on other block sizes, instruction sets and thread counts: the same bits.
-fn check_independence(path: &str) {
-    let model = open(&fixture(path));
+fn check_independence(path: &str, weights: WeightFormat) {
+    let model = open_as(&fixture(path), weights);
     let vocab = model.vocab_size() as u32;
     let tokens = prompt(1, 100, vocab);
     let continuation = prompt(2, 4, vocab);
@@ -360,7 +360,7 @@ fn check_independence(path: &str) {
             assert_eq!(
                 alone(base, chunk),
                 expected,
-                "{path} {dtype}: chunks of {chunk}"
+                "{path} {weights} {dtype}: chunks of {chunk}"
             );
         }
         for block_size in [32, 64, 128] {
@@ -368,11 +368,11 @@ fn check_independence(path: &str) {
             assert_eq!(
                 alone(setup, 64),
                 expected,
-                "{path} {dtype}: blocks of {block_size}"
+                "{path} {weights} {dtype}: blocks of {block_size}"
             );
         }
         for isa in Isa::available() {
-            for threads in [1, 3] {
+            for threads in [1, 2, 3] {
                 let setup = Setup {
                     isa,
                     threads,
@@ -381,7 +381,7 @@ fn check_independence(path: &str) {
                 assert_eq!(
                     alone(setup, 40),
                     expected,
-                    "{path} {dtype}: {isa}, {threads} threads"
+                    "{path} {weights} {dtype}: {isa}, {threads} threads"
                 );
             }
         }
@@ -416,7 +416,10 @@ fn check_independence(path: &str) {
                 got = bits(&logits[at]);
             }
         }
-        assert_eq!(got, expected[0], "{path} {dtype}: prompt among neighbours");
+        assert_eq!(
+            got, expected[0],
+            "{path} {weights} {dtype}: prompt among neighbours"
+        );
         for (token, expected) in continuation.iter().zip(&expected[1..]) {
             let step: Vec<_> = sequences
                 .iter_mut()
@@ -434,7 +437,7 @@ fn check_independence(path: &str) {
             assert_eq!(
                 &bits(&logits[7]),
                 expected,
-                "{path} {dtype}: decode among neighbours"
+                "{path} {weights} {dtype}: decode among neighbours"
             );
         }
     }
@@ -442,9 +445,17 @@ fn check_independence(path: &str) {
 
 #[test]
 fn a_row_does_not_depend_on_neighbours_chunks_blocks_threads_or_instruction_set() {
-    check_independence("tiny-qwen3");
-    check_independence("rand");
-    check_independence("rand-swa");
+    check_independence("tiny-qwen3", WeightFormat::Keep);
+    check_independence("rand", WeightFormat::Keep);
+    check_independence("rand-swa", WeightFormat::Keep);
+}
+
+#[test]
+fn nor_with_weights_in_fewer_bits() {
+    for weights in [WeightFormat::Q8, WeightFormat::Q4] {
+        check_independence("rand", weights);
+    }
+    check_independence("rand-swa", WeightFormat::Q4);
 }
 
 #[test]
