@@ -536,12 +536,15 @@ impl World {
         for job in self.jobs.iter_mut().filter(|job| job.sender == sender) {
             job.pushes.clear();
             job.transfer = None;
+        }
+        // Over TCP its threads live on until here, cut off from everybody.
+        self.prefills[sender].sender = None;
+        for job in self.jobs.iter_mut().filter(|job| job.sender == sender) {
             if job.sender_back.replace(now).is_none() {
                 job.sender_end = Some(SenderEnd::Died);
                 self.source.give(&job.source_blocks);
             }
         }
-        self.prefills[sender].sender = None;
         if let Fabric::Tcp { proxy, .. } = &self.fabric {
             proxy.refuse(false);
         }
