@@ -9,9 +9,11 @@
 
 pub(crate) mod driver;
 mod lane;
+mod plan;
 pub(crate) mod source;
 pub mod state;
 pub(crate) mod transfer;
+mod window;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -108,8 +110,8 @@ pub struct SenderConfig {
     pub connect_timeout: Duration,
     /// A lane without transfers closes after this. Default 10 s.
     pub lane_idle_max: Duration,
-    /// Every lane to another process inside TLS; ports without it are refused. Default
-    /// `None`: plain TCP, ports with TLS are refused.
+    /// Every TCP lane inside TLS; ports without it are refused. Default `None`: plain TCP,
+    /// ports with TLS are refused.
     pub tls: Option<Arc<ClientConfig>>,
     /// Time and chance. Default: the system's.
     pub environment: Environment,

@@ -25,6 +25,8 @@ use baton_proto::kv_layout::ByteExtent;
 use bytes::Bytes;
 
 use super::SourceBlock;
+pub use super::plan::{CommitPlan, FramePlan, NextFrame};
+use super::window::Window;
 use crate::codec::{COALESCE_BYTES, FRAME_PARTS_MAX};
 use crate::error::{Error, Refusal};
 use crate::part::{Missing, PartKey, PartRange, RootDigest};
@@ -32,11 +34,6 @@ use crate::part::{Missing, PartKey, PartRange, RootDigest};
 /// An `Open`, `Commit` or `Abort` that stays unanswered is said again after this.
 /// A lane loses nothing while it lives, so this is rare and need not be fast.
 const REPEAT_AFTER: Duration = Duration::from_millis(500);
-
-/// A full window that nothing was acknowledged of for this long makes the sender ask
-/// what is missing: bytes that were lost are never acknowledged. A lane keeps its order,
-/// so on a slow one the answer comes after everything that is still under way.
-const STALL_MAX: Duration = Duration::from_secs(1);
 
 /// Why a transfer ended without acceptance.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -93,32 +90,6 @@ struct Part {
     sent_before: bool,
 }
 
-/// The parts of the next data frame.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct FramePlan {
-    pub range: PartRange,
-    pub extents: Vec<ByteExtent>,
-    pub bytes: u64,
-}
-
-/// What a transfer that asks for its turn on the lane gets to send.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub enum NextFrame {
-    /// Nothing now.
-    Nothing,
-    /// A frame larger than the bytes it may send this turn.
-    Later,
-    Frame(FramePlan),
-}
-
-/// The commit frame to send.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CommitPlan {
-    pub root: u32,
-    pub parts: u64,
-    pub payload: Bytes,
-}
-
 /// Running totals of a transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
@@ -144,14 +115,7 @@ pub struct SenderState {
     /// checked against it.
     wanted: Missing,
     commit: Option<Bytes>,
-    /// Payload bytes sent and consumed on this lane.
-    sent: u64,
-    consumed: u64,
-    /// Frames sent and not consumed: the value of `sent` at their ends, and their parts.
-    in_flight: VecDeque<(u64, usize)>,
-    in_flight_parts: usize,
-    /// When the window last moved.
-    moved_at: Instant,
+    window: Window,
     /// When an `Open`, `Commit` or `Abort` that awaits its answer went out on this lane.
     said_at: Option<Instant>,
     /// An abort that the receiver has not heard.
@@ -174,11 +138,7 @@ impl SenderState {
             queued_bytes: 0,
             wanted: Missing::nothing(),
             commit: None,
-            sent: 0,
-            consumed: 0,
-            in_flight: VecDeque::new(),
-            in_flight_parts: 0,
-            moved_at: now,
+            window: Window::new(limits.in_flight_bytes_max, limits.in_flight_parts_max, now),
             abort_reason: None,
             said_at: None,
             totals: Totals::default(),
@@ -296,11 +256,7 @@ impl SenderState {
         self.phase = Phase::Sending;
         self.link = Link::Up;
         self.said_at = None;
-        self.sent = 0;
-        self.consumed = 0;
-        self.in_flight.clear();
-        self.in_flight_parts = 0;
-        self.moved_at = now;
+        self.window.restart(now);
         self.queue.clear();
         self.queued_parts = 0;
         self.queued_bytes = 0;
@@ -342,7 +298,7 @@ impl SenderState {
         let Some(head) = self.queue.front().copied() else {
             return NextFrame::Nothing;
         };
-        let (bytes_room, parts_room) = self.room();
+        let (bytes_room, parts_room) = self.window.room();
         let bytes_max = bytes_room.min(COALESCE_BYTES as u64);
         let parts_max = parts_room.clamp(1, FRAME_PARTS_MAX as usize);
         let mut plan = FramePlan {
@@ -375,12 +331,7 @@ impl SenderState {
         }
         self.queued_parts -= plan.range.count as usize;
         self.queued_bytes -= plan.bytes;
-        if self.in_flight.is_empty() {
-            self.moved_at = now;
-        }
-        self.sent += plan.bytes;
-        self.in_flight_parts += plan.extents.len();
-        self.in_flight.push_back((self.sent, plan.extents.len()));
+        self.window.sent(plan.bytes, plan.extents.len(), now);
         self.totals.bytes_sent += plan.bytes;
         self.queue.pop_front();
         if plan.range.count < head.count {
@@ -393,38 +344,17 @@ impl SenderState {
         NextFrame::Frame(plan)
     }
 
-    /// What the window has room for: bytes and parts.
-    fn room(&self) -> (u64, usize) {
-        let limits = &self.limits;
-        let in_flight = self.sent.saturating_sub(self.consumed);
-        (
-            limits.in_flight_bytes_max.saturating_sub(in_flight),
-            limits
-                .in_flight_parts_max
-                .saturating_sub(self.in_flight_parts),
-        )
-    }
-
-    /// Whether the window keeps the next frame from leaving. It opens again only for a
-    /// frame of some size, so that a full one does not let single parts trickle out. With
-    /// nothing in flight it is open for one part, whatever its size.
+    /// Whether the window keeps the next frame from leaving.
     fn window_is_full(&self) -> bool {
-        let Some(first) = self.queue.front().and_then(|range| range.keys().next()) else {
-            return false;
-        };
-        let limits = &self.limits;
-        let len = self.parts.get(&first).map_or(0, |part| part.extent.len);
-        let bytes = (COALESCE_BYTES as u64).min(limits.in_flight_bytes_max / 2);
-        let parts = (FRAME_PARTS_MAX as usize).min(limits.in_flight_parts_max.div_ceil(2));
-        let (bytes_room, parts_room) = self.room();
-        let over = bytes_room < bytes.max(len.into()) || parts_room < parts;
-        !self.in_flight.is_empty() && over
+        let first = self.queue.front().and_then(|range| range.keys().next());
+        let part = first.and_then(|key| self.parts.get(&key));
+        part.is_some_and(|part| self.window.is_full(part.extent.len))
     }
 
-    /// When a window that stays full is taken for one whose bytes were lost.
-    fn stalled_at(&self) -> Option<Instant> {
+    /// When to ask what is missing, because the window stays full.
+    fn stalls_at(&self) -> Option<Instant> {
         let sending = self.link == Link::Up && self.phase == Phase::Sending;
-        (sending && self.window_is_full()).then(|| self.moved_at + STALL_MAX)
+        (sending && self.window_is_full()).then(|| self.window.stalls_at())
     }
 
     /// The checksums of parts, computed from their bytes.
@@ -492,15 +422,7 @@ impl SenderState {
 
     /// The receiver has read `consumed` payload bytes of this lane.
     pub fn acknowledged(&mut self, consumed: u64, now: Instant) {
-        let consumed = consumed.min(self.sent);
-        if consumed <= self.consumed {
-            return;
-        }
-        self.consumed = consumed;
-        self.moved_at = now;
-        while let Some((_, parts)) = self.in_flight.pop_front_if(|(end, _)| *end <= consumed) {
-            self.in_flight_parts -= parts;
-        }
+        self.window.acknowledged(consumed, now);
     }
 
     /// A frame arrived damaged.
@@ -596,7 +518,7 @@ impl SenderState {
         if self.is_out_of_reach(now) {
             return self.peer_lost("no lane came up in time");
         }
-        if self.stalled_at().is_some_and(|at| at <= now) {
+        if self.stalls_at().is_some_and(|at| at <= now) {
             self.link = Link::Opening;
             self.said_at = None;
         }
@@ -612,7 +534,7 @@ impl SenderState {
         let deadline = (!ended).then_some(self.deadline);
         let lost = (self.link == Link::Down).then(|| self.heard_at + self.limits.reconnect_max);
         let again = self.said_at.map(|said| said + REPEAT_AFTER);
-        let times = [deadline, lost, again, self.stalled_at()];
+        let times = [deadline, lost, again, self.stalls_at()];
         times.into_iter().flatten().min()
     }
 
