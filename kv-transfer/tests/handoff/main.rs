@@ -9,4 +9,5 @@ mod hostile;
 mod lending;
 mod moving;
 mod pair;
+mod soak;
 mod tls;
