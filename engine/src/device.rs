@@ -55,6 +55,38 @@ impl DeviceLimits {
         })
     }
 
+    /// The better of both figures each, where both measured the same working sets: what
+    /// else a machine does only ever lowers a limit. And by which share the two differ at
+    /// most, which says how quiet the machine was.
+    pub fn best_of(self, other: &Self) -> (Self, f64) {
+        let mut drift = 0.0;
+        let mut best = |a: f64, b: f64| {
+            drift = f64::max(drift, 1.0 - a.min(b) / a.max(b));
+            a.max(b)
+        };
+        let (a, b) = (self.compute, other.compute);
+        let compute = ComputeLimits {
+            int8_ops_per_second: best(a.int8_ops_per_second, b.int8_ops_per_second),
+            f32_ops_per_second: best(a.f32_ops_per_second, b.f32_ops_per_second),
+            f16_ops_per_second: match (a.f16_ops_per_second, b.f16_ops_per_second) {
+                (Some(a), Some(b)) => Some(best(a, b)),
+                (a, b) => a.or(b),
+            },
+        };
+        let read = self
+            .read
+            .iter()
+            .map(|limit| ReadLimit {
+                bytes: limit.bytes,
+                bytes_per_second: best(
+                    limit.bytes_per_second,
+                    read_rate_at(&other.read, limit.bytes as f64),
+                ),
+            })
+            .collect();
+        (Self { compute, read }, drift)
+    }
+
     /// A brief look at the limits for a model of `weight_bytes`: tens of milliseconds the
     /// first time for such threads and sizes, nothing afterwards.
     ///
@@ -117,6 +149,24 @@ mod tests {
         assert_eq!(first, DeviceLimits::brief(&threads, 700_000).unwrap());
         assert!(first.compute.int8_ops_per_second > 0.0);
         assert!(first.read_bytes_per_second(1 << 30) > 0.0);
+    }
+
+    #[test]
+    fn of_two_looks_the_better_counts_and_their_distance_is_told() {
+        let look = |int8: f64, read: f64| DeviceLimits {
+            compute: ComputeLimits {
+                int8_ops_per_second: int8,
+                f32_ops_per_second: 50.0,
+                f16_ops_per_second: None,
+            },
+            read: vec![ReadLimit {
+                bytes: 1 << 20,
+                bytes_per_second: read,
+            }],
+        };
+        let (best, drift) = look(100.0, 30.0).best_of(&look(90.0, 40.0));
+        assert_eq!(best, look(100.0, 40.0));
+        assert!((drift - 0.25).abs() < 1e-9);
     }
 
     #[test]

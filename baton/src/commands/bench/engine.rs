@@ -77,8 +77,11 @@ fn measure(args: &EngineBenchArgs) -> anyhow::Result<EngineReport> {
     bar.set_message("the machine's limits");
     let cost = ModelCost::of_model(&model, &layout);
     let sizes = machine.working_sets(cost.weight_bytes());
-    let limits = DeviceLimits::measure(&threads, &sizes, LIMIT_FIGURE)
-        .context("measure the machine's limits")?;
+    let look = || {
+        DeviceLimits::measure(&threads, &sizes, LIMIT_FIGURE)
+            .context("measure the machine's limits")
+    };
+    let before = look()?;
     let mut rig = Rig::new(&model, layout.clone(), &threads, &sweep)?;
     let mut measured = Vec::new();
     for point in &sweep.points {
@@ -86,6 +89,8 @@ fn measure(args: &EngineBenchArgs) -> anyhow::Result<EngineReport> {
         measured.push(rig.measure(point, args.rounds, args.point_seconds)?);
         bar.inc(1);
     }
+    bar.set_message("the machine's limits again");
+    let (limits, limits_drift) = before.best_of(&look()?);
     bar.finish_and_clear();
 
     let rates = limits.rates(&cost);
@@ -110,13 +115,13 @@ fn measure(args: &EngineBenchArgs) -> anyhow::Result<EngineReport> {
         kv_token_bytes: layout.token_bytes() as u64,
         rounds: args.rounds,
     };
-    Ok(EngineReport::new(
+    Ok(EngineReport {
+        bench: "engine",
         setup,
-        &limits,
-        rates,
-        &measured,
-        sweep.skipped,
+        limits: report::Limits::of(&limits, limits_drift, rates),
+        points: report::points(&measured, &limits, rates),
+        skipped: sweep.skipped,
         prediction,
-        meter.stop(),
-    ))
+        cost: meter.stop(),
+    })
 }

@@ -44,6 +44,9 @@ pub struct Limits {
     /// The peak that MFU is a share of: of the arithmetic this model's weights ask for.
     pub product_ops_per_s: f64,
     pub read: Vec<ReadRate>,
+    /// By which share the two looks, before and after the sweep, differ at most; the
+    /// better one counts.
+    pub drift: f64,
 }
 
 #[derive(Clone, Copy, Debug, Serialize)]
@@ -90,39 +93,35 @@ pub struct EngineReport {
     pub cost: Cost,
 }
 
-impl EngineReport {
-    pub fn new(
-        setup: Setup,
-        limits: &DeviceLimits,
-        rates: DeviceRates,
-        measured: &[Measured],
-        skipped: Vec<Skipped>,
-        prediction: Option<Prediction>,
-        cost: Cost,
-    ) -> Self {
+impl Limits {
+    /// As measured, and as this model's work is held against them.
+    pub fn of(limits: &DeviceLimits, drift: f64, rates: DeviceRates) -> Self {
         Self {
-            bench: "engine",
-            setup,
-            limits: Limits {
-                int8_ops_per_s: limits.compute.int8_ops_per_second,
-                f32_ops_per_s: limits.compute.f32_ops_per_second,
-                f16_ops_per_s: limits.compute.f16_ops_per_second,
-                product_ops_per_s: rates.product_ops_per_second,
-                read: limits
-                    .read
-                    .iter()
-                    .map(|limit| ReadRate {
-                        working_set_bytes: limit.bytes,
-                        bytes_per_s: limit.bytes_per_second,
-                    })
-                    .collect(),
-            },
-            points: measured.iter().map(|of| point(of, limits, rates)).collect(),
-            skipped,
-            prediction,
-            cost,
+            int8_ops_per_s: limits.compute.int8_ops_per_second,
+            f32_ops_per_s: limits.compute.f32_ops_per_second,
+            f16_ops_per_s: limits.compute.f16_ops_per_second,
+            product_ops_per_s: rates.product_ops_per_second,
+            read: limits
+                .read
+                .iter()
+                .map(|limit| ReadRate {
+                    working_set_bytes: limit.bytes,
+                    bytes_per_s: limit.bytes_per_second,
+                })
+                .collect(),
+            drift,
         }
     }
+}
+
+/// Each point against the limits.
+pub fn points(
+    measured: &[Measured],
+    limits: &DeviceLimits,
+    rates: DeviceRates,
+) -> Vec<PointReport> {
+    let report = |of| point(of, limits, rates);
+    measured.iter().map(report).collect()
 }
 
 fn point(of: &Measured, limits: &DeviceLimits, rates: DeviceRates) -> PointReport {
@@ -232,6 +231,10 @@ impl EngineReport {
         }
         table.line(sizes);
         table.line(rates);
+        table.line(format!(
+            "the better of a look before and one after the sweep, which differ by up to {:.0} %",
+            100.0 * limits.drift
+        ));
     }
 
     fn points(&self, table: &mut Table, phase: Phase) {
