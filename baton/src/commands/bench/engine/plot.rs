@@ -88,8 +88,11 @@ pub fn svg(prediction: &Prediction, setup: &Setup) -> String {
         28.0,
         "start",
         &format!(
-            "Step time, predicted against measured: {}, {} threads, {}, KV {}",
-            setup.model, setup.threads, setup.isa, setup.kv_dtype
+            "Step time, predicted against measured: {}, {}, {}, KV {}",
+            setup.model,
+            setup.threads_in_words(),
+            setup.isa,
+            setup.kv_dtype
         ),
     ));
     line(text(

@@ -34,6 +34,14 @@ pub struct Setup {
     pub rounds: u32,
 }
 
+impl Setup {
+    /// `1 thread`, `2 threads`.
+    pub fn threads_in_words(&self) -> String {
+        let ending = if self.threads == 1 { "" } else { "s" };
+        format!("{} thread{ending}", self.threads)
+    }
+}
+
 /// What the threads could do at best, measured in the same run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Limits {
@@ -186,11 +194,11 @@ impl EngineReport {
             setup.kv_pool_bytes >> 20,
         ));
         table.line(format!(
-            "{}, {} cores, {:.1} GiB; {} threads, kernels {} ({})",
+            "{}, {} cores, {:.1} GiB; {}, kernels {} ({})",
             setup.machine.cpu,
             setup.machine.cores,
             setup.machine.memory_bytes as f64 / f64::from(1 << 30),
-            setup.threads,
+            setup.threads_in_words(),
             setup.isa,
             if setup.isa_asked_for {
                 "asked for"
