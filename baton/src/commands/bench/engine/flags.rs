@@ -11,9 +11,8 @@ use crate::cli::ModelArgs;
 use crate::commands::bench::flags::ReportArgs;
 
 #[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "Sweep")]
 pub struct EngineBenchArgs {
-    #[command(flatten)]
-    pub model: ModelArgs,
     /// Threads of the engine [default: one per core].
     #[arg(long, env = "BATON_THREADS", value_parser = clap::value_parser!(u32).range(1..=1024))]
     pub threads: Option<u32>,
@@ -79,6 +78,9 @@ pub struct EngineBenchArgs {
     pub plot: Option<PathBuf>,
     #[command(flatten)]
     pub report: ReportArgs,
+    // Last, because its heading would hold for what follows.
+    #[command(flatten)]
+    pub model: ModelArgs,
 }
 
 fn isa(text: &str) -> Result<Isa, String> {
