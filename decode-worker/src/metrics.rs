@@ -31,7 +31,7 @@ impl Metrics {
             decode_tokens: step.decode_tokens,
             flops: step.flops,
             bytes: step.bytes,
-            foretold: step.foretold,
+            over_prediction: step.over_prediction,
         });
         self.0
             .generation_tokens

@@ -209,8 +209,9 @@ pub struct StepStatistics {
     pub flops: u64,
     pub bytes: u64,
     pub preemptions: u32,
-    /// What was foretold of `duration`, where decode rows ran and time can be foretold.
-    pub foretold: Option<Duration>,
+    /// Real over foretold time since the step before, where decode rows ran: how far
+    /// their tokens' gap was off.
+    pub over_prediction: Option<f64>,
 }
 
 /// How full an engine is, as of its last step or command. Cheap to read at any time.

@@ -84,6 +84,8 @@ pub struct Core {
     arrivals: u64,
 
     pacer: Pacer,
+    /// The end of the step before, if there has been something to do since.
+    busy_since: Option<Instant>,
     outbox: Outbox,
     scratch: Scratch,
     totals: Totals,
@@ -159,6 +161,7 @@ impl Core {
             sequences: BTreeMap::new(),
             arrivals: 0,
             pacer,
+            busy_since: None,
             outbox: Outbox::default(),
             scratch: Scratch::default(),
             totals: Totals::default(),
@@ -177,6 +180,7 @@ impl Core {
         let plan = self.plan(now);
         self.note_delay(&plan);
         if plan.is_empty() {
+            self.busy_since = None;
             return Ok(Progress::Idle);
         }
         let preemptions = plan.preempt.len() as u32;
@@ -207,10 +211,14 @@ impl Core {
             }
         }
         self.flush();
-        statistics.duration = started.elapsed();
+        let ended = Instant::now();
+        statistics.duration = ended - started;
         if let Some(work) = done {
             let decodes = statistics.decode_tokens > 0;
-            statistics.foretold = self.pacer.observe(&work, statistics.duration, decodes);
+            // Tokens are as far apart as the ends of steps: what lies between two steps
+            // counts, unless nothing was to be done.
+            let took = ended - self.busy_since.unwrap_or(started);
+            statistics.over_prediction = self.pacer.observe(&work, took, decodes);
             self.pacer.cut_steps_total += u64::from(cut);
         }
         if !rows.is_empty() || preemptions > 0 {
@@ -219,6 +227,7 @@ impl Core {
         if cfg!(debug_assertions) {
             self.check_integrity();
         }
+        self.busy_since = Some(ended);
         Ok(Progress::Worked)
     }
 

@@ -79,6 +79,8 @@ pub struct SequenceView {
     pub slots: u32,
     /// Whether admission reserves its blocks for a peer instead of computing.
     pub receives: bool,
+    /// Whether its stream has begun: it waits because its blocks were taken.
+    pub begun: bool,
     /// Its own target on the gap between its tokens.
     pub itl_target: Option<Duration>,
     /// Tokens that each of its choices is expected to make yet.
@@ -287,6 +289,7 @@ pub(crate) mod testing {
             extra_credit: 0,
             slots: 1,
             receives: false,
+            begun: false,
             itl_target: None,
             foreseen: 1,
         }

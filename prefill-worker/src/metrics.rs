@@ -30,7 +30,7 @@ impl Metrics {
             decode_tokens: step.decode_tokens,
             flops: step.flops,
             bytes: step.bytes,
-            foretold: step.foretold,
+            over_prediction: step.over_prediction,
         });
     }
 

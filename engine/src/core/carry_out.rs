@@ -92,6 +92,7 @@ impl Core {
             extra_credit: sequence.extra_credit,
             slots: sequence.slots,
             receives: sequence.trunk && request.kind == Kind::Receive,
+            begun: !sequence.trunk,
             itl_target: request.itl_target,
             foreseen: self.pacer.foreseen(request, made),
         }

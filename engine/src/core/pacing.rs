@@ -101,25 +101,26 @@ impl Pacer {
         })
     }
 
-    /// Learns from a step that ran; says what was foretold of it if `decodes`.
+    /// Learns from a step that ran; says how far it was off, if `decodes`: real over
+    /// foretold time.
     pub(super) fn observe(
         &mut self,
         work: &StepWork,
         took: Duration,
         decodes: bool,
-    ) -> Option<Duration> {
+    ) -> Option<f64> {
         let clock = self.clock.as_mut()?;
         let foretold = clock.predict(work);
         clock.observe(work, took);
         if !decodes || foretold.is_zero() {
             return None;
         }
-        self.ratios
-            .push(took.as_secs_f64() / foretold.as_secs_f64());
+        let ratio = took.as_secs_f64() / foretold.as_secs_f64();
+        self.ratios.push(ratio);
         if let Some(margin) = self.ratios.quantile(WITHIN, RATIOS_LEAST) {
             self.margin = margin.clamp(MARGIN.0, MARGIN.1);
         }
-        Some(foretold)
+        Some(ratio)
     }
 
     /// Learns from a choice that came to its own end.
@@ -260,8 +261,8 @@ mod tests {
     fn steps_without_decode_rows_say_nothing_about_the_margin() {
         let mut pacer = pacer();
         for _ in 0..RATIOS {
-            let foretold = pacer.observe(&work(10), Duration::from_millis(30), false);
-            assert_eq!(foretold, None);
+            let ratio = pacer.observe(&work(10), Duration::from_millis(30), false);
+            assert_eq!(ratio, None);
         }
         assert!((planned(&pacer) - MARGIN_ASSUMED).abs() < 1e-6);
     }

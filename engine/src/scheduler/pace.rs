@@ -8,7 +8,8 @@
 //! who starts    a sequence joins only while a step with it and everyone who holds a
 //!               place stays within the target: now, and as they grow
 //! chunks        a prompt beside running streams gets what they leave of the target
-//! never         a running sequence is not dropped, a decode row not left out
+//! never         a running sequence is not dropped, a decode row not left out, and a
+//!               stream whose blocks were taken comes back as soon as there are some
 //! ```
 //!
 //! # Which target
@@ -26,7 +27,8 @@
 //! # Growth
 //! Who runs grows by a position a step, until it ends. The time ahead is cut where
 //! sequences are expected to end; each piece counts those that are there at its
-//! beginning, with the length they have at its end.
+//! beginning, with the length they have at its end. Prompts in progress count as if they
+//! decoded already.
 
 use std::time::Duration;
 
@@ -158,7 +160,7 @@ impl<'a> Pacing<'a> {
 
     /// Whether the waiting `view` may start now.
     pub(super) fn admits(&self, view: &SequenceView) -> bool {
-        if self.members.is_empty() {
+        if self.members.is_empty() || view.begun {
             return true;
         }
         let own = self.attainable(view).unwrap_or(Duration::MAX);
@@ -247,5 +249,7 @@ impl<'a> Pacing<'a> {
     }
 }
 
+#[cfg(test)]
+mod load;
 #[cfg(test)]
 mod tests;

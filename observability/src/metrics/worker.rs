@@ -70,7 +70,7 @@ metric_set! {
         batch_sequences: ByLabel<StepPhase, Histogram> = "baton_batch_size", Sequences, buckets::SEQUENCES,
             "Sequences in a step.";
         step_over_prediction: Histogram = "baton_step_over_prediction_ratio", Times, buckets::OVER_PREDICTION,
-            "Real over foretold time of a step with decode rows.";
+            "Real over foretold time of a step with decode rows, from the end of the step before.";
         itl_target: GaugeF64 = "baton_itl_target_seconds", Seconds, &[],
             "Smallest target on the gap between tokens that steps are planned for. 0 without one.";
         slo_delayed_requests: Counter = "baton_slo_delayed_requests_total", Requests, &[],

@@ -15,8 +15,8 @@ pub struct StepFigures {
     pub decode_tokens: u32,
     pub flops: u64,
     pub bytes: u64,
-    /// What was foretold of `duration`.
-    pub foretold: Option<Duration>,
+    /// Real over foretold time of a step with decode rows.
+    pub over_prediction: Option<f64>,
 }
 
 /// How full an engine is.
@@ -64,8 +64,7 @@ impl WorkerMetrics {
         self.flops.inc_by(step.flops);
         self.memory_bytes.inc_by(step.bytes);
         self.record_utilisation(step, phase);
-        if let Some(foretold) = step.foretold {
-            let ratio = step.duration.as_secs_f64() / foretold.as_secs_f64().max(1e-9);
+        if let Some(ratio) = step.over_prediction {
             self.step_over_prediction.observe(ratio);
         }
     }

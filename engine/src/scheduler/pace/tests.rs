@@ -164,6 +164,19 @@ fn a_prompt_starts_beside_streams_only_if_its_least_chunk_fits() {
 }
 
 #[test]
+fn a_stream_whose_blocks_were_taken_comes_back_whatever_the_target() {
+    let preempted = SequenceView {
+        begun: true,
+        ..waiting(2, 40)
+    };
+    let plan = paced(&[running(1, 50), preempted], Some(ms(1.2)));
+    assert_eq!(
+        (started(&plan), rows(&plan)),
+        (vec![2], vec![(1, 1), (2, CHUNK_LEAST)])
+    );
+}
+
+#[test]
 fn a_target_that_nobody_can_meet_lets_one_run() {
     let queue = [waiting(1, 40), waiting(2, 40)];
     let plan = paced(&queue, Some(ms(0.2)));
@@ -292,12 +305,14 @@ fn check(views: &[SequenceView], plan: &Plan, target: Duration) -> Result<(), Te
     // Nobody who decodes is left out.
     let decodes = views.iter().filter(decoding).count();
     prop_assert_eq!(decodes, plan.rows.len() - chunks.len());
-    // Streams alone stay within the target, or there is but one place taken.
-    prop_assert!(Linear.predict(&decode) <= target || in_place == 1 || decodes == 0);
+    // Streams alone stay within the target, or there is but one place taken. A prompt
+    // decodes later than it was planned for, when others have grown a little further.
+    let grown = target + target / 20;
+    prop_assert!(Linear.predict(&decode) <= grown || in_place == 1 || decodes == 0);
     // With prompts they do too, but for the least chunk of the oldest.
     let least_only = chunks.len() == 1 && chunks[0] <= CHUNK_LEAST;
     prop_assert!(
-        Linear.predict(&whole) <= target || decodes == 0 || least_only || chunks.is_empty()
+        Linear.predict(&whole) <= grown || decodes == 0 || least_only || chunks.is_empty()
     );
     // The oldest prompt in progress goes on.
     let oldest = |v: &&SequenceView| v.stage == Stage::Running && v.uncomputed > 1;

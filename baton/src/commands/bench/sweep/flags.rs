@@ -41,11 +41,12 @@ pub struct SweepArgs {
         value_name = "LENGTHS"
     )]
     pub prompt_tokens: Lengths,
-    /// New tokens: fixed:N, uniform:A-B or lognormal:MEAN,SIGMA.
+    /// New tokens: fixed:N, uniform:A-B or lognormal:MEAN,SIGMA. With less than 100 at the
+    /// mean a stream's first gap, which holds the rest of a step under way, is the p99.
     #[arg(
         long,
         env = "BATON_OUTPUT_TOKENS",
-        default_value = "uniform:32-160",
+        default_value = "uniform:64-256",
         value_name = "LENGTHS"
     )]
     pub output_tokens: Lengths,
