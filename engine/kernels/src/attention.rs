@@ -148,6 +148,7 @@ impl Kernels {
             group,
             parts,
             part_heads,
+            heads_inside: scratch.blocks.len() == rows.len(),
             record,
             out: Shared::new(out),
         };
@@ -158,22 +159,35 @@ impl Kernels {
 
         let (items, threads) = (call.items(), self.threads());
         let next = AtomicUsize::new(0);
-        if self.threads() == 1 || items >= ITEMS_PER_THREAD * self.threads() {
+        if threads == 1 || items >= ITEMS_PER_THREAD * threads {
+            // All heads of a sequence together, where that leaves enough to share out.
+            let together = if call.heads_inside && call.blocks.len() >= ITEMS_PER_THREAD * threads {
+                items / call.blocks.len()
+            } else {
+                1
+            };
             self.pool().run(&|thread| {
                 let (mut workspace, mut records) = call.workspace(workspace(thread));
                 loop {
-                    let item = next.fetch_add(1, Ordering::Relaxed);
-                    if item >= items {
+                    let unit = next.fetch_add(1, Ordering::Relaxed);
+                    let first = unit * together;
+                    if first >= items {
                         return;
                     }
-                    let following = item + threads;
-                    let following = (following < items).then(|| call.item(following));
-                    call.whole_item(
-                        &call.item(item),
-                        following.as_ref(),
-                        &mut workspace,
-                        &mut records,
-                    );
+                    for item in first..first + together {
+                        let following = if item + 1 < first + together {
+                            item + 1
+                        } else {
+                            (unit + threads) * together
+                        };
+                        let following = (following < items).then(|| call.item(following));
+                        call.whole_item(
+                            &call.item(item),
+                            following.as_ref(),
+                            &mut workspace,
+                            &mut records,
+                        );
+                    }
                 }
             });
             return;
@@ -240,6 +254,9 @@ struct Call<'a> {
     group: usize,
     parts: usize,
     part_heads: usize,
+    /// Whether heads run fastest among items. In decode they do: K and V of all heads of a block lie side by side, so
+    /// memory is read in longer runs. In prefill consecutive items read the same K and V, which stay in the cache.
+    heads_inside: bool,
     /// f32 of one query's state: header and accumulator.
     record: usize,
     out: Shared<f32>,
@@ -284,8 +301,12 @@ impl<'a> Call<'a> {
     }
 
     fn item(&self, index: usize) -> Item<'a> {
-        // Heads outermost: in prefill consecutive items read the same K and V, which stay in the L2 cache.
-        let (head, block) = (index / self.blocks.len(), index % self.blocks.len());
+        let (blocks, heads) = (self.blocks.len(), self.params.kv_heads * self.parts);
+        let (head, block) = if self.heads_inside {
+            (index % heads, index / heads)
+        } else {
+            (index / blocks, index % blocks)
+        };
         let (kv_head, part) = (head / self.parts, head % self.parts);
         let (first_row, count) = self.blocks[block];
         let rows = &self.rows[first_row..first_row + count];

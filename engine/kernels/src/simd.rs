@@ -125,14 +125,19 @@ pub(crate) trait Simd: Copy {
     }
 }
 
-/// Asks for the cache line at an address, which need not be valid, to come to the second-level cache: the first level has
-/// too few lines under way to keep memory busy. Never changes a result.
+/// Asks for the cache line at an address, which need not be valid, to come to the first-level cache, or with `FAR` to the
+/// second. Never changes a result.
 #[inline(always)]
-pub(crate) fn prefetch(at: *const u8) {
+pub(crate) fn prefetch<const FAR: bool>(at: *const u8) {
     #[cfg(target_arch = "x86_64")]
     // SAFETY: a prefetch accesses nothing, and SSE is part of the architecture.
     unsafe {
-        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(at.cast());
+        use std::arch::x86_64::{_MM_HINT_T0, _MM_HINT_T1, _mm_prefetch};
+        if FAR {
+            _mm_prefetch::<_MM_HINT_T1>(at.cast());
+        } else {
+            _mm_prefetch::<_MM_HINT_T0>(at.cast());
+        }
     }
     #[cfg(not(target_arch = "x86_64"))]
     let _ = at;

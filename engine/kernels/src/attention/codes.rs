@@ -54,7 +54,7 @@ const WEIGHT_CODES: usize = 2 * KV_TILE;
 const WEIGHED: usize = 4;
 
 /// Cycles that making 16 weights of a group takes.
-const WEIGH_CYCLES: usize = 14;
+const WEIGH_CYCLES: usize = 20;
 
 /// f32 of working memory per item: weights of some queries, then the codes of all.
 pub(super) const WEIGHTS: usize = WEIGHED * KV_TILE + QUERIES * WEIGHT_CODES / 4;
@@ -444,8 +444,8 @@ unsafe fn step<S: Simd, C: Codes, const Q: usize, const N: usize>(
         // SAFETY: the caller's promise.
         unsafe {
             let q = S::broadcast_codes(q.add(4 * i));
-            for n in 0..N {
-                dots[n][i] = dot::<S, C>(dots[n][i], lines[n], q);
+            for (dots, line) in dots.iter_mut().zip(lines) {
+                dots[i] = dot::<S, C>(dots[i], line, q);
             }
         }
     }
@@ -536,8 +536,8 @@ unsafe fn load_lines<S: Simd, C: Codes, const N: usize>(from: *const u8) -> [S::
     // SAFETY: the caller's promise.
     unsafe {
         let mut lines = [S::load_codes(from); N];
-        for n in 0..N {
-            lines[n] = if !C::NIBBLES {
+        for (n, line) in lines.iter_mut().enumerate() {
+            *line = if !C::NIBBLES {
                 S::load_codes(from.add(n * LINE))
             } else if n % 2 == 0 {
                 S::low_nibbles(S::load_codes(from.add(n / 2 * LINE)))

@@ -153,6 +153,8 @@ pub(super) struct Ahead {
     spans: [*const u8; 2 * SPANS],
     count: usize,
     span_bytes: usize,
+    /// Whether a tile is too large to wait in the first-level cache.
+    far: bool,
     /// The next line: its span, and where it lies in there.
     span: usize,
     offset: usize,
@@ -167,6 +169,7 @@ impl Ahead {
         spans: [std::ptr::null(); 2 * SPANS],
         count: 0,
         span_bytes: 0,
+        far: false,
         span: 0,
         offset: 0,
         rate: 0,
@@ -185,7 +188,8 @@ impl Ahead {
         ahead.spans[..spans.count].copy_from_slice(&spans.k[..spans.count]);
         ahead.spans[spans.count..ahead.count].copy_from_slice(&spans.v[..spans.count]);
         ahead.span_bytes = next.kv.shape().span_bytes();
-        ahead.rate = (ahead.count * ahead.span_bytes << 10) / cycles.max(1);
+        ahead.far = ahead.count * ahead.span_bytes > NEAR_BYTES;
+        ahead.rate = ((ahead.count * ahead.span_bytes) << 10) / cycles.max(1);
         ahead
     }
 
@@ -198,7 +202,12 @@ impl Ahead {
         self.due += cycles * self.rate;
         while self.due >= 1 << 16 {
             self.due -= 1 << 16;
-            prefetch(self.spans[self.span].wrapping_add(self.offset));
+            let line = self.spans[self.span].wrapping_add(self.offset);
+            if self.far {
+                prefetch::<true>(line);
+            } else {
+                prefetch::<false>(line);
+            }
             self.offset += 64;
             if self.offset >= self.span_bytes {
                 (self.offset, self.span) = (0, self.span + 1);
@@ -211,8 +220,12 @@ impl Ahead {
     }
 }
 
+/// Bytes of a tile that may wait in a first-level cache of 32 KiB beside what is computed on. From the second level each
+/// line is fetched again when it is used, in competition with those on their way from memory.
+const NEAR_BYTES: usize = 20 << 10;
+
 /// Cycles that the softmax takes per 16 scores.
-pub(super) const SOFTMAX_CYCLES: usize = 24;
+pub(super) const SOFTMAX_CYCLES: usize = 32;
 
 /// Whether all lanes of a span lie in a range of positions.
 #[inline(always)]
