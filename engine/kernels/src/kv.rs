@@ -99,6 +99,11 @@ impl KvShape {
 pub struct KvView {
     base: *mut u8,
     shape: KvShape,
+    /// What the shape says, worked out once: tiles ask for it all the time.
+    block_bytes: usize,
+    layer_bytes: usize,
+    head_bytes: usize,
+    span_bytes: usize,
 }
 
 // SAFETY: the view is an address and numbers; who may access what behind it at which time is the contract of
@@ -137,7 +142,14 @@ impl KvView {
         if !base.addr().is_multiple_of(align) {
             return Err(Error::KvAlignment { align });
         }
-        Ok(KvView { base, shape })
+        Ok(KvView {
+            base,
+            shape,
+            block_bytes: shape.block_bytes(),
+            layer_bytes: shape.layer_bytes(),
+            head_bytes: shape.head_bytes(),
+            span_bytes: shape.span_bytes(),
+        })
     }
 
     pub fn shape(&self) -> &KvShape {
@@ -154,9 +166,9 @@ impl KvView {
                 && kv_head < shape.kv_heads as usize,
             "KV block `{block}`, layer `{layer}`, head `{kv_head}` outside of {shape:?}"
         );
-        let offset = block as usize * shape.block_bytes()
-            + layer * shape.layer_bytes()
-            + kv_head * shape.head_bytes();
+        let offset = block as usize * self.block_bytes
+            + layer * self.layer_bytes
+            + kv_head * self.head_bytes;
         // SAFETY: the indices are in range, so the offset is within the memory `new` was promised.
         unsafe { self.base.add(offset) }
     }
@@ -166,6 +178,18 @@ impl KvView {
     pub(crate) fn v(&self, block: u32, layer: usize, kv_head: usize) -> *mut u8 {
         let k = self.k(block, layer, kv_head);
         // SAFETY: V of a head lies one half layer behind its K, in the same layer of the same block.
-        unsafe { k.add(self.shape.kv_heads as usize * self.shape.head_bytes()) }
+        unsafe { k.add(self.v_offset()) }
+    }
+
+    /// Bytes from K of a head to its V.
+    #[inline]
+    pub(crate) fn v_offset(&self) -> usize {
+        self.shape.kv_heads as usize * self.head_bytes
+    }
+
+    /// Bytes of K (or V) of one head in one span.
+    #[inline]
+    pub(crate) fn span_bytes(&self) -> usize {
+        self.span_bytes
     }
 }

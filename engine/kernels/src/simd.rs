@@ -115,6 +115,20 @@ pub(crate) trait Simd: Copy {
     /// Asks for a cache line to be brought into the L2 cache. Any address is allowed.
     unsafe fn prefetch(at: *const u8);
 
+    /// [`math::tree_sum`](crate::math::tree_sum) of the lanes.
+    #[inline(always)]
+    unsafe fn tree_sum(x: Self::F) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { crate::math::tree_sum(&Self::to_array(x)) }
+    }
+
+    /// [`math::tree_max`](crate::math::tree_max) of the lanes.
+    #[inline(always)]
+    unsafe fn tree_max(x: Self::F) -> f32 {
+        // SAFETY: the caller's promise.
+        unsafe { crate::math::tree_max(&Self::to_array(x)) }
+    }
+
     /// The lanes in memory.
     #[inline(always)]
     unsafe fn to_array(x: Self::F) -> [f32; LANES] {

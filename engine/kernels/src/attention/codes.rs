@@ -35,7 +35,7 @@ use std::ops::Range;
 use super::tile::{Ahead, HEADER, Place, SOFTMAX_CYCLES, Spans, is_whole, lanes, over_queries};
 use super::{AttentionParams, KV_TILE, QUERIES};
 use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN};
-use crate::math::{self, LANES, ROUND_MAGIC, tree_max, tree_sum};
+use crate::math::{self, LANES, ROUND_MAGIC};
 use crate::simd::{Kernel, Simd};
 
 /// Largest code of a weight.
@@ -343,7 +343,7 @@ unsafe fn weigh<S: Simd, C: Codes, const Q: usize, const N: usize>(
             }
         }
         for q in 0..Q {
-            let largest = tree_max(&S::to_array(largest[q]));
+            let largest = S::tree_max(largest[q]);
             let inverse = WEIGHT_MAX / largest;
             // Nothing to see, or scales so small that their inverse is not a number to multiply by.
             let inverse = if inverse == f32::INFINITY {
@@ -359,7 +359,7 @@ unsafe fn weigh<S: Simd, C: Codes, const Q: usize, const N: usize>(
                 let high = codes.add(i * KV_SPAN);
                 S::store_halves(high, high.add(KV_TILE), code);
             }
-            factors[q] = (largest / WEIGHT_MAX, tree_sum(&S::to_array(minimums[q])));
+            factors[q] = (largest / WEIGHT_MAX, S::tree_sum(minimums[q]));
         }
     }
 }
@@ -383,10 +383,10 @@ unsafe fn score_spans<S: Simd, C: Codes, const Q: usize, const N: usize>(
         let headers = q.groups() * GROUP_HEADER;
         let mut quad = 0;
         for (group, dims) in groups(params.head_dim).enumerate() {
+            ahead.passed(Q * N * dims.len() / 4);
             let mut dots = [[S::splat_i(0); Q]; N];
             while 4 * quad < dims.end {
                 let line = headers + if C::NIBBLES { quad / 2 } else { quad } * LINE;
-                ahead.passed(Q * N * if C::NIBBLES { 2 } else { 1 });
                 let mut lines = [S::load_codes(k[0].add(line)); N];
                 for n in 1..N {
                     lines[n] = S::load_codes(k[n].add(line));
@@ -497,8 +497,9 @@ unsafe fn add_values<S: Simd, C: Codes, const Q: usize, const N: usize>(
         let weights = strip.weights.add(at * WEIGHT_CODES);
         for (i, v) in strip.v.iter().enumerate() {
             let v = v.add(strip.first);
+            // Once per span: asking within would cost the sums their registers.
+            ahead.passed(2 * Q * N * KV_SPAN / 4);
             for quad in 0..KV_SPAN / 4 {
-                ahead.passed(2 * Q * N);
                 let lines = load_lines::<S, C, N>(v.add(quad * strip.quad_bytes));
                 let weights = weights.add(i * KV_SPAN + quad * 4);
                 for (q, sums) in sums.iter_mut().enumerate() {

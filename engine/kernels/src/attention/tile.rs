@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use super::{AttentionParams, AttentionRow, KV_TILE};
 use crate::kv::{KV_SPAN, KvView};
-use crate::math::{self, LANES, tree_max, tree_sum};
+use crate::math::{self, LANES};
 use crate::simd::{Kernel, Simd, prefetch};
 
 /// A record is the state of one query: maximum and sum in the header (filled up to a cache line), then the accumulator.
@@ -87,22 +87,24 @@ impl Place<'_> {
             k: [std::ptr::null(); SPANS],
             v: [std::ptr::null(); SPANS],
         };
-        let span_bytes = self.kv.shape().span_bytes();
-        let per_block = self.kv.shape().block_size as usize / KV_SPAN;
+        let (span_bytes, v_offset) = (self.kv.span_bytes(), self.kv.v_offset());
+        let size = self.kv.shape().block_size as usize;
+        let position = self.tile * KV_TILE + first * KV_SPAN;
+        let (mut ordinal, slot) = (position / size, position % size);
+        let (mut from, per_block) = (slot / KV_SPAN, size / KV_SPAN);
         let mut done = 0;
         while done < count {
-            let (block, slot) = self.block((first + done) * KV_SPAN);
+            let block = self.rows[0].table[ordinal];
             let k = self.kv.k(block, self.layer, self.kv_head);
-            let v = self.kv.v(block, self.layer, self.kv_head);
-            let from = slot / KV_SPAN;
             for at in from..per_block.min(from + count - done) {
                 // SAFETY: the span is inside the block, so this is inside K and V of the head.
                 unsafe {
                     spans.k[done] = k.add(at * span_bytes);
-                    spans.v[done] = v.add(at * span_bytes);
+                    spans.v[done] = k.add(at * span_bytes + v_offset);
                 }
                 done += 1;
             }
+            (ordinal, from) = (ordinal + 1, 0);
         }
         spans
     }
@@ -187,7 +189,7 @@ impl Ahead {
         ahead.count = 2 * spans.count;
         ahead.spans[..spans.count].copy_from_slice(&spans.k[..spans.count]);
         ahead.spans[spans.count..ahead.count].copy_from_slice(&spans.v[..spans.count]);
-        ahead.span_bytes = next.kv.shape().span_bytes();
+        ahead.span_bytes = next.kv.span_bytes();
         ahead.far = ahead.count * ahead.span_bytes > NEAR_BYTES;
         ahead.rate = ((ahead.count * ahead.span_bytes) << 10) / cycles.max(1);
         ahead
@@ -265,7 +267,7 @@ unsafe fn softmax<S: Simd>(
             }
             largest = S::max(score, largest);
         }
-        let m = tree_max(&S::to_array(largest));
+        let m = S::tree_max(largest);
         let zero = S::splat(0.0);
         let mut sum = zero;
         for span in spans {
@@ -280,7 +282,7 @@ unsafe fn softmax<S: Simd>(
             ahead.passed(SOFTMAX_CYCLES);
         }
         record[M] = m;
-        record[L] = tree_sum(&S::to_array(sum));
+        record[L] = S::tree_sum(sum);
     }
 }
 

@@ -8,6 +8,17 @@ use std::arch::x86_64::*;
 
 use super::Simd;
 
+/// Folds halves onto each other: 16 lanes, 8, 4, 2.
+macro_rules! fold_tree {
+    ($low:expr, $high:expr, $op256:ident, $op128:ident) => {{
+        let x = $op256($low, $high);
+        let x = $op128(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let x = $op128(x, _mm_movehl_ps(x, x));
+        let x = $op128(x, _mm_shuffle_ps::<1>(x, x));
+        _mm_cvtss_f32(x)
+    }};
+}
+
 #[derive(Clone, Copy)]
 pub(crate) struct Avx2;
 
@@ -278,6 +289,16 @@ impl Simd for Avx2 {
         };
         let (low, high) = (half(codes), half(codes.add(32)));
         [low[0], low[1], high[0], high[1]]
+    }
+
+    #[inline(always)]
+    unsafe fn tree_sum(x: Self::F) -> f32 {
+        fold_tree!(x[0], x[1], _mm256_add_ps, _mm_add_ps)
+    }
+
+    #[inline(always)]
+    unsafe fn tree_max(x: Self::F) -> f32 {
+        fold_tree!(x[0], x[1], _mm256_max_ps, _mm_max_ps)
     }
 
     #[inline(always)]

@@ -11,6 +11,17 @@ use super::Simd;
 /// Round to nearest, ties to even.
 const NEAREST: i32 = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
 
+/// Folds halves onto each other: 16 lanes, 8, 4, 2.
+macro_rules! fold_tree {
+    ($low:expr, $high:expr, $op256:ident, $op128:ident) => {{
+        let x = $op256($low, $high);
+        let x = $op128(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
+        let x = $op128(x, _mm_movehl_ps(x, x));
+        let x = $op128(x, _mm_shuffle_ps::<1>(x, x));
+        _mm_cvtss_f32(x)
+    }};
+}
+
 #[derive(Clone, Copy)]
 pub(crate) struct Avx512;
 
@@ -227,6 +238,26 @@ impl Simd for Avx512 {
         let firsts = _mm512_maskz_compress_epi32(0b0001_0001_0001_0001, sums);
         _mm_storeu_si128(quarters.as_mut_ptr().cast(), _mm512_castsi512_si128(firsts));
         quarters
+    }
+
+    #[inline(always)]
+    unsafe fn tree_sum(x: Self::F) -> f32 {
+        fold_tree!(
+            _mm512_castps512_ps256(x),
+            _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x))),
+            _mm256_add_ps,
+            _mm_add_ps
+        )
+    }
+
+    #[inline(always)]
+    unsafe fn tree_max(x: Self::F) -> f32 {
+        fold_tree!(
+            _mm512_castps512_ps256(x),
+            _mm256_castpd_ps(_mm512_extractf64x4_pd::<1>(_mm512_castps_pd(x))),
+            _mm256_max_ps,
+            _mm_max_ps
+        )
     }
 
     #[inline(always)]
