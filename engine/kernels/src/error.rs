@@ -35,7 +35,7 @@ pub enum Error {
     },
     #[error("the matrix size overflows the address space")]
     TooLarge,
-    #[error("the system refused `{bytes}` bytes of memory for weights: `{reason}`")]
+    #[error("the system refused `{bytes}` bytes of memory: `{reason}`")]
     Memory { bytes: usize, reason: String },
     #[error("`{ty}` weights are not made here, only Q8_0 and Q4_1")]
     NotMade { ty: &'static str },
@@ -55,4 +55,13 @@ pub enum Error {
     RopeDims { dims: usize },
     #[error("rope has `{expected}` frequencies but `{actual}` factors")]
     RopeFactors { expected: usize, actual: usize },
+}
+
+impl Error {
+    pub(crate) fn memory(bytes: usize, error: &std::io::Error) -> Error {
+        Error::Memory {
+            bytes,
+            reason: error.to_string(),
+        }
+    }
 }

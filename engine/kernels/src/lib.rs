@@ -9,22 +9,23 @@
 //! # Use
 //! ```text
 //! let kernels = Kernels::new(Isa::detect(), threads)?;         one per engine, used by one thread at a time
-//! let qkv     = PackedMatrix::pack(&[q, k, v])?;               once per weight matrix, at load
+//! let mut memory = WeightMemory::new();                        one per model
+//! let qkv     = PackedMatrix::pack_in(&[q, k, v], &mut memory)?; once per weight matrix, at load, in the order of use
 //! let rope    = RopeTable::new(dims, base, max_positions, &factors, attn_factor)?;
 //! let kv      = unsafe { KvView::new(base, KvShape { .. }) }?; once per KvGroup
 //! let mut scratch = Scratch::new();                            one per engine, grows to its largest step
 //!
-//! kernels.rms_norm(&x, &norm, eps, tokens, &mut h);
-//! kernels.linear(&qkv, &h, tokens, bias, &mut qkv_out, &mut scratch);        [tokens, q | k | v]
+//! let normed  = Input::Normed { x: &x, weight: &norm, eps };
+//! kernels.product(&qkv, normed, tokens, bias, Output::Set(&mut qkv_out), &mut scratch);   [tokens, q | k | v]
 //! kernels.head_norm(&mut qkv_out[..], row_stride, heads, head_dim, tokens, &q_norm, eps);
 //! kernels.rope(&mut qkv_out[..], row_stride, heads, head_dim, &positions, &rope, pairing);
 //! kernels.rope(&mut qkv_out[k_at..], row_stride, kv_heads, head_dim, &positions, &rope, pairing);
 //! kernels.write_kv(&kv, layer, &slots, &qkv_out[k_at..], &qkv_out[v_at..], row_stride);
 //! kernels.attention(&kv, layer, &rows, &qkv_out, &mut attn, &params, &mut scratch);
-//! kernels.linear(&o, &attn, tokens, None, &mut y, &mut scratch);
-//! kernels.add_assign(&mut x, &y);
-//! kernels.linear(&gate_up, &h, tokens, None, &mut gate_up_out, &mut scratch);
-//! kernels.gated_activation(Activation::Silu, &gate_up_out, tokens, &mut ffn);
+//! kernels.product(&o, Input::Rows(&attn), tokens, None, Output::Add(&mut x), &mut scratch);
+//! kernels.product(&gate_up, ffn_normed, tokens, None, Output::Set(&mut gate_up_out), &mut scratch);
+//! let gated   = Input::Gated { gate_up: &gate_up_out, act: Activation::Silu };
+//! kernels.product(&down, gated, tokens, None, Output::Add(&mut x), &mut scratch);
 //! kernels.soft_cap(&mut logits, cap);
 //! ```
 //!
@@ -41,6 +42,7 @@ mod attention;
 mod elementwise;
 mod error;
 mod format;
+mod huge_pages;
 mod isa;
 mod kernels;
 mod kv;
@@ -64,6 +66,7 @@ pub use attention::{AttentionParams, AttentionRow, KV_TILE};
 pub use elementwise::Activation;
 pub use error::Error;
 pub use format::{WeightType, dequantize};
+pub use huge_pages::HugePages;
 pub use isa::Isa;
 pub use kernels::Kernels;
 pub use kv::{KV_GROUP, KV_SPAN, KvDtype, KvShape, KvView};

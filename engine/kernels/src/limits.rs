@@ -17,15 +17,13 @@
 //!
 //! This file judges nothing: which kernel reaches what share is its caller's question.
 
-use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
 use std::hint::black_box;
-use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::pool::pin_current_thread;
 use crate::simd::{Kernel, Simd, dispatch};
-use crate::{Error, Isa};
+use crate::{Error, HugePages, Isa};
 
 /// A round shorter than this says more about threads waking up than about the loop.
 const ROUND: Duration = Duration::from_millis(3);
@@ -155,12 +153,13 @@ impl LimitMeter {
     /// memory of the largest size while it runs.
     ///
     /// # Errors
-    /// [`Error::Thread`], [`Error::Pin`].
+    /// [`Error::Thread`], [`Error::Pin`], [`Error::Memory`].
     pub fn read(&self, sizes: &[usize]) -> Result<Vec<ReadLimit>, Error> {
         let part = |bytes: usize| (bytes / self.threads).next_multiple_of(READ_STEP);
         let largest = part(sizes.iter().copied().max().unwrap_or(0)).max(READ_STEP);
-        let memory = Memory::new(largest * self.threads);
-        let own = |thread: usize| memory.part(thread * largest);
+        let bytes = largest * self.threads;
+        let memory = HugePages::map(bytes).map_err(|error| Error::memory(bytes, &error))?;
+        let own = |thread: usize| Part::of(&memory, thread * largest);
         // Each thread touches its own part first, which therefore lies near it.
         self.timed(1, &|thread| own(thread).touch(largest))?;
         sizes
@@ -397,17 +396,6 @@ impl Kernel for Read {
     }
 }
 
-const HUGE_PAGE: usize = 2 << 20;
-
-/// Zeroed memory on huge pages, where the system has them, which the threads share out.
-struct Memory {
-    start: NonNull<u8>,
-    layout: Layout,
-}
-
-// SAFETY: an address and a size; each thread touches its own part.
-unsafe impl Sync for Memory {}
-
 /// A thread's part of the memory.
 struct Part(*mut u8);
 
@@ -418,36 +406,11 @@ impl Part {
     }
 }
 
-impl Memory {
-    fn new(bytes: usize) -> Memory {
-        let layout = Layout::from_size_align(bytes.next_multiple_of(HUGE_PAGE), HUGE_PAGE)
-            .expect("a working set is far below the address space");
-        // SAFETY: the size is not 0: at least a huge page.
-        let start = NonNull::new(unsafe { alloc_zeroed(layout) })
-            .unwrap_or_else(|| handle_alloc_error(layout));
-        // Advice alone: without huge pages reading is a little slower.
-        // SAFETY: the advice covers the allocation and changes no contents.
-        let _ = unsafe {
-            rustix::mm::madvise(
-                start.as_ptr().cast(),
-                layout.size(),
-                rustix::mm::Advice::LinuxHugepage,
-            )
-        };
-        Memory { start, layout }
-    }
-
-    fn part(&self, at: usize) -> Part {
-        assert!(at < self.layout.size(), "part at `{at}`");
+impl Part {
+    fn of(memory: &HugePages, at: usize) -> Part {
+        assert!(at < memory.len(), "part at `{at}`");
         // SAFETY: in bounds.
-        Part(unsafe { self.start.as_ptr().add(at) })
-    }
-}
-
-impl Drop for Memory {
-    fn drop(&mut self) {
-        // SAFETY: allocated by `new` with this layout, and no part is left.
-        unsafe { dealloc(self.start.as_ptr(), self.layout) };
+        Part(unsafe { memory.start().as_ptr().add(at) })
     }
 }
 

@@ -10,15 +10,11 @@
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use baton_kernels::{KvShape, KvView};
+use baton_kernels::{HugePages, KvShape, KvView};
 use baton_proto::kv_layout::{ByteExtent, KvDtype, KvLayout};
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use super::Error;
 use crate::step::BLOCK_NONE;
-
-/// The size and alignment of a transparent huge page on x86-64 and aarch64 with 4 KiB pages.
-const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// One pool's memory. Plain numbers: keep the [`KvMemory`] alive while it is used.
 #[derive(Clone, Copy, Debug)]
@@ -41,22 +37,8 @@ struct Pool {
     region: Region,
     view: KvView,
     blocks: u32,
-    mapping: NonNull<u8>,
-    mapping_len: usize,
-}
-
-// SAFETY: the mapping pointer is used by `drop` alone, which has exclusive access.
-unsafe impl Send for Pool {}
-// SAFETY: as above; a pool is never changed after it was made.
-unsafe impl Sync for Pool {}
-
-impl Drop for Pool {
-    fn drop(&mut self) {
-        // SAFETY: the mapping was made by `Pool::map` with this address and length
-        // and is unmapped only here; users of its bytes hold the `KvMemory`.
-        let unmapped = unsafe { munmap(self.mapping.as_ptr().cast(), self.mapping_len) };
-        debug_assert!(unmapped.is_ok(), "unmap of our own mapping: {unmapped:?}");
-    }
+    /// Kept for as long as the region is used.
+    _mapping: HugePages,
 }
 
 /// The memory of all KV pools of one engine.
@@ -156,35 +138,15 @@ impl Pool {
         u32::try_from(layout.layer_bytes()).map_err(|_| refused())?;
 
         let len = blocks as usize * block_bytes;
-        let mapping_len = len + HUGE_PAGE_BYTES;
-        // SAFETY: a fresh private mapping at an address of the system's choice
-        // overlaps nothing that exists.
-        let mapping = unsafe {
-            mmap_anonymous(
-                std::ptr::null_mut(),
-                mapping_len,
-                ProtFlags::READ | ProtFlags::WRITE,
-                MapFlags::PRIVATE | MapFlags::NORESERVE,
-            )
-        }
-        .map_err(|source| Error::Map {
+        let mapping = HugePages::map(len).map_err(|source| Error::Map {
             group,
-            bytes: mapping_len,
-            source: source.into(),
+            bytes: len,
+            source,
         })?;
-        let mapping = NonNull::new(mapping.cast::<u8>()).expect("the system never maps address 0");
-
-        // SAFETY: the advice covers the mapping just made and does not change its contents.
-        let advised =
-            unsafe { madvise(mapping.as_ptr().cast(), mapping_len, Advice::LinuxHugepage) };
-        if let Err(error) = advised {
-            tracing::debug!(%error, "no huge pages for the kv pool");
+        if !mapping.is_advised() {
+            tracing::debug!("no huge pages for the kv pool");
         }
-
-        let aligned = mapping.as_ptr().align_offset(HUGE_PAGE_BYTES);
-        // SAFETY: the mapping is one huge page longer than `len`, so the aligned
-        // start and `len` bytes after it stay inside.
-        let ptr = unsafe { mapping.add(aligned) };
+        let ptr = mapping.start();
         let shape = KvShape {
             blocks,
             block_size: layout.block_size,
@@ -202,21 +164,13 @@ impl Pool {
         // SAFETY: `len` zeroed bytes start at `ptr` and live as long as this pool.
         // Who touches which slot when is kept apart by the block pool's states.
         let view = unsafe { KvView::new(ptr.as_ptr(), shape) };
-        match view {
-            Ok(view) => Ok(Self {
-                region: Region { ptr, len },
-                view,
-                blocks,
-                mapping,
-                mapping_len,
-            }),
-            Err(source) => {
-                // SAFETY: the mapping was made above and nobody else knows it.
-                let unmapped = unsafe { munmap(mapping.as_ptr().cast(), mapping_len) };
-                debug_assert!(unmapped.is_ok());
-                Err(Error::Kernels { group, source })
-            }
-        }
+        let view = view.map_err(|source| Error::Kernels { group, source })?;
+        Ok(Self {
+            region: Region { ptr, len },
+            view,
+            blocks,
+            _mapping: mapping,
+        })
     }
 }
 
@@ -298,7 +252,7 @@ mod tests {
         let memory = KvMemory::allocate(layout(), &[5, 3]).unwrap();
         for group in 0..2 {
             let Region { ptr, len } = memory.region(group);
-            assert_eq!(ptr.as_ptr() as usize % HUGE_PAGE_BYTES, 0);
+            assert_eq!(ptr.as_ptr() as usize % HugePages::SIZE, 0);
             // SAFETY: this test alone uses the memory, within its length.
             unsafe {
                 assert!((0..len).all(|at| ptr.add(at).read() == 0));
