@@ -8,6 +8,7 @@
 //! and sends again what the receiver says is missing; transports hold no policy.
 
 pub(crate) mod driver;
+mod gather;
 mod lane;
 mod plan;
 pub(crate) mod source;

@@ -21,6 +21,7 @@ use std::time::{Duration, Instant};
 use rustls::pki_types::ServerName;
 
 use super::SenderConfig;
+use super::gather::LinkSpeed;
 use super::source::Source;
 use super::state::NextFrame;
 use super::transfer::{Inner, TransferShared};
@@ -113,6 +114,8 @@ pub(crate) struct Driver {
     connection: Option<Connection>,
     retry_at: Instant,
     back_off: Duration,
+    /// What was seen of the link, over all its connections.
+    link: LinkSpeed,
     /// Since when there are no transfers.
     idle_since: Instant,
 }
@@ -139,6 +142,7 @@ impl Driver {
             connection: None,
             retry_at: now,
             back_off: BACK_OFF_MIN,
+            link: LinkSpeed::default(),
             idle_since: now,
         }
     }
@@ -342,6 +346,7 @@ impl Driver {
     /// Queues frames until a write is full; true if there are more.
     fn fill(&mut self, now: Instant) -> bool {
         let count = self.transfers.len();
+        let group_bytes = self.link.group_bytes();
         let mut idle = 0;
         while idle < count {
             if self.queue.bytes() >= GATHER_BYTES {
@@ -352,7 +357,13 @@ impl Driver {
             if !std::mem::replace(&mut self.turn_begun, true) {
                 active.deficit += QUANTUM_BYTES;
             }
-            match fill_frame(&mut self.queue, &active.shared, active.deficit, now) {
+            match fill_frame(
+                &mut self.queue,
+                &active.shared,
+                active.deficit,
+                group_bytes,
+                now,
+            ) {
                 Filled::Frame(bytes) => {
                     active.deficit -= bytes;
                     idle = 0;
@@ -381,11 +392,16 @@ impl Driver {
         else {
             return;
         };
+        let link = &mut self.link;
         active.shared.update(|inner| {
             let state = &mut inner.state;
             match control {
                 Control::Opened(missing) => state.opened(missing, now),
-                Control::Ack { consumed } => state.acknowledged(consumed, now),
+                Control::Ack { consumed } => {
+                    if let Some((bytes, time)) = state.acknowledged(consumed, now) {
+                        link.seen(bytes, time);
+                    }
+                }
                 Control::Nack(range) => state.damaged(range),
                 Control::Missing(missing) => state.missing(&missing),
                 Control::Committed => drop(state.committed()),
@@ -480,10 +496,15 @@ fn fill_frame(
     queue: &mut OutQueue,
     shared: &Arc<TransferShared>,
     budget: u64,
+    group_bytes: u64,
     now: Instant,
 ) -> Filled {
     let scope = shared.scope();
-    match shared.update(|inner| inner.state.next_frame(budget, now)) {
+    let next = shared.update(|Inner { state, .. }| {
+        state.set_group_bytes(group_bytes);
+        state.next_frame(budget, now)
+    });
+    match next {
         NextFrame::Later => return Filled::Later,
         NextFrame::Nothing => {}
         NextFrame::Frame(plan) => {

@@ -25,6 +25,7 @@ use baton_proto::kv_layout::ByteExtent;
 use bytes::Bytes;
 
 use super::SourceBlock;
+use super::gather::Gathering;
 pub use super::plan::{CommitPlan, FramePlan, NextFrame};
 use super::window::Window;
 use crate::codec::{COALESCE_BYTES, FRAME_PARTS_MAX};
@@ -111,6 +112,9 @@ pub struct SenderState {
     queue: VecDeque<PartRange>,
     queued_parts: usize,
     queued_bytes: u64,
+    /// Bytes worth leaving together, as the lane says.
+    group_bytes: u64,
+    gathering: Gathering,
     /// What the receiver lacked when it opened this lane: parts pushed later are
     /// checked against it.
     wanted: Missing,
@@ -136,6 +140,8 @@ impl SenderState {
             queue: VecDeque::new(),
             queued_parts: 0,
             queued_bytes: 0,
+            group_bytes: 0,
+            gathering: Gathering::Idle,
             wanted: Missing::nothing(),
             commit: None,
             window: Window::new(limits.in_flight_bytes_max, limits.in_flight_parts_max, now),
@@ -165,6 +171,29 @@ impl SenderState {
     pub fn has_room(&self) -> bool {
         self.queued_parts < self.limits.queue_parts_max
             && self.queued_bytes < self.limits.queue_bytes_max
+    }
+
+    /// The lane's link moves `bytes` in the time that a group of layers is worth.
+    pub fn set_group_bytes(&mut self, bytes: u64) {
+        self.group_bytes = bytes;
+    }
+
+    /// Whether the lane has to look at what was queued last: a group is full, or nobody
+    /// waits for it to become so.
+    pub fn needs_a_look(&self) -> bool {
+        self.gathering.due().is_none() || self.group_is_full()
+    }
+
+    fn group_is_full(&self) -> bool {
+        // Half a queue at most, so that holding never makes a pusher wait.
+        let Limits {
+            queue_bytes_max,
+            queue_parts_max,
+            ..
+        } = self.limits;
+        self.commit.is_some()
+            || self.queued_bytes >= self.group_bytes.min(queue_bytes_max / 2)
+            || self.queued_parts >= queue_parts_max.div_ceil(2)
     }
 
     /// Queues blocks of one layer, all or none.
@@ -269,6 +298,10 @@ impl SenderState {
                 part.phase = PartPhase::Held;
             }
         }
+        self.gathering = match queued.is_empty() {
+            true => Gathering::Idle,
+            false => Gathering::Leaving,
+        };
         queued
             .into_iter()
             .for_each(|(key, len)| self.enqueue(key, len));
@@ -298,6 +331,9 @@ impl SenderState {
         let Some(head) = self.queue.front().copied() else {
             return NextFrame::Nothing;
         };
+        if !self.gathering.leaves(self.group_is_full(), now) {
+            return NextFrame::Nothing;
+        }
         let (bytes_room, parts_room) = self.window.room();
         let bytes_max = bytes_room.min(COALESCE_BYTES as u64);
         let parts_max = parts_room.clamp(1, FRAME_PARTS_MAX as usize);
@@ -340,6 +376,9 @@ impl SenderState {
                 count: head.count - plan.range.count,
                 ..head
             });
+        }
+        if self.queue.is_empty() {
+            self.gathering = Gathering::Idle;
         }
         NextFrame::Frame(plan)
     }
@@ -421,8 +460,11 @@ impl SenderState {
     }
 
     /// The receiver has read `consumed` payload bytes of this lane.
-    pub fn acknowledged(&mut self, consumed: u64, now: Instant) {
-        self.window.acknowledged(consumed, now);
+    ///
+    /// Returns how many bytes were consumed since some were under way without a pause, and
+    /// in which time.
+    pub fn acknowledged(&mut self, consumed: u64, now: Instant) -> Option<(u64, Duration)> {
+        self.window.acknowledged(consumed, now)
     }
 
     /// A frame arrived damaged.
@@ -534,7 +576,11 @@ impl SenderState {
         let deadline = (!ended).then_some(self.deadline);
         let lost = (self.link == Link::Down).then(|| self.heard_at + self.limits.reconnect_max);
         let again = self.said_at.map(|said| said + REPEAT_AFTER);
-        let times = [deadline, lost, again, self.stalls_at()];
+        let held = match self.link {
+            Link::Up if !ended => self.gathering.due(),
+            _ => None,
+        };
+        let times = [deadline, lost, again, held, self.stalls_at()];
         times.into_iter().flatten().min()
     }
 
@@ -545,6 +591,8 @@ impl SenderState {
             part.phase = PartPhase::Queued;
             let len = part.extent.len;
             self.enqueue(key, len);
+            // It was due before.
+            self.gathering = Gathering::Leaving;
         }
     }
 

@@ -216,7 +216,12 @@ impl Transfer {
                     .then(|| inner.state.push(group, layer, blocks))
             })
             .await;
-        self.shared.bell.ring();
+        if self
+            .shared
+            .update_quietly(|inner| inner.state.needs_a_look())
+        {
+            self.shared.bell.ring();
+        }
         pushed
     }
 

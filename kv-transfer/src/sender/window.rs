@@ -26,6 +26,8 @@ pub(super) struct Window {
     in_flight: VecDeque<(u64, usize)>,
     parts: usize,
     moved_at: Instant,
+    /// Since when something was under way all the time, and `consumed` then.
+    busy_since: (Instant, u64),
 }
 
 impl Window {
@@ -38,6 +40,7 @@ impl Window {
             in_flight: VecDeque::new(),
             parts: 0,
             moved_at: now,
+            busy_since: (now, 0),
         }
     }
 
@@ -73,17 +76,19 @@ impl Window {
     pub(super) fn sent(&mut self, bytes: u64, parts: usize, now: Instant) {
         if self.in_flight.is_empty() {
             self.moved_at = now;
+            self.busy_since = (now, self.sent);
         }
         self.sent += bytes;
         self.parts += parts;
         self.in_flight.push_back((self.sent, parts));
     }
 
-    /// The receiver has read `consumed` bytes in all.
-    pub(super) fn acknowledged(&mut self, consumed: u64, now: Instant) {
+    /// The receiver has read `consumed` bytes in all. If that is news, returns how many of
+    /// them were read since the window was last empty, and how long ago that was.
+    pub(super) fn acknowledged(&mut self, consumed: u64, now: Instant) -> Option<(u64, Duration)> {
         let consumed = consumed.min(self.sent);
         if consumed <= self.consumed {
-            return;
+            return None;
         }
         self.consumed = consumed;
         self.moved_at = now;
@@ -91,6 +96,11 @@ impl Window {
         while let Some((_, parts)) = self.in_flight.pop_front_if(past) {
             self.parts -= parts;
         }
+        let (since, before) = self.busy_since;
+        Some((
+            consumed.saturating_sub(before),
+            now.saturating_duration_since(since),
+        ))
     }
 }
 
@@ -134,11 +144,13 @@ mod tests {
         let later = now + Duration::from_secs(9);
         let mut window = Window::new(100, 100, now);
         window.sent(60, 1, now);
-        window.acknowledged(60, now);
-        window.acknowledged(60, later);
-        window.acknowledged(u64::MAX, later);
-        window.acknowledged(3, later);
+        let heard = |window: &mut Window, consumed, at| window.acknowledged(consumed, at);
+        let in_time = (60, Duration::from_secs(1));
+        assert_eq!(heard(&mut window, 60, now + in_time.1), Some(in_time));
+        assert_eq!(heard(&mut window, 60, later), None);
+        assert_eq!(heard(&mut window, u64::MAX, later), None);
+        assert_eq!(heard(&mut window, 3, later), None);
         assert_eq!(window.room(), (100, 100));
-        assert_eq!(window.stalls_at(), now + STALL_MAX);
+        assert_eq!(window.stalls_at(), now + in_time.1 + STALL_MAX);
     }
 }
