@@ -30,7 +30,7 @@ pub mod weights;
 use std::path::Path;
 use std::sync::Arc;
 
-use baton_proto::kv_layout::{KvDtype, KvGroup, KvLayout};
+use baton_proto::kv_layout::{KvDtype, KvGroup, KvLayout, KvOrigin};
 use baton_proto::model_card::ModelCard;
 use baton_proto::tokenizer_spec::TokenizerSpec;
 use baton_proto::{ModelRevision, NumericsId, TokenId};
@@ -213,6 +213,27 @@ impl Model {
             layers: self.config.layers.len() as u32,
             groups: self.kv_groups(),
             numerics: self.numerics(dtype),
+            origin: Some(self.origin()),
+            shard: None,
+        }
+    }
+
+    /// What [`Model::numerics`] is made of besides the type of K and V.
+    fn origin(&self) -> KvOrigin {
+        // What is bumped with a change stands before the colon.
+        let version = |text: &'static [u8]| {
+            let text = String::from_utf8_lossy(text);
+            text.split(':').next().unwrap_or_default().to_owned()
+        };
+        let mut weights = self.formats.clone();
+        if let Some(format) = self.converted {
+            weights = format!("{weights} as {format}, {}", version(CONVERSION));
+        }
+        KvOrigin {
+            model: self.digest_hex()[..32].to_owned(),
+            weights,
+            rope: self.config.rope_text(),
+            arithmetic: format!("{}, {}", version(ARITHMETIC), version(CODES)),
         }
     }
 

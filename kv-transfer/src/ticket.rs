@@ -144,6 +144,10 @@ impl LayoutDigest {
         }
         hasher.update(layout.dtype.name().as_bytes());
         hasher.update(&layout.numerics.0);
+        if let Some(shard) = layout.shard {
+            hasher.update(&shard.first_head.to_le_bytes());
+            hasher.update(&shard.model_heads.to_le_bytes());
+        }
         Self(*hasher.finalize().as_bytes())
     }
 }

@@ -220,6 +220,8 @@ pub(crate) mod tests {
                         layers: vec![0, 1],
                     }],
                     numerics: NumericsId([1; 16]),
+                    origin: None,
+                    shard: None,
                 },
                 tokenizer_hash: "t".to_owned(),
             },

@@ -16,8 +16,8 @@
 //! an f16 scale and minimum per position and group of dimensions, then codes, in an order
 //! that is the kernels' own (`baton_kernels::KvShape`).
 //!
-//! Two workers exchange blocks only if their layouts agree field by field
-//! ([`KvLayout::check_peer`]).
+//! Two workers exchange blocks as they lie if their layouts agree field by field
+//! ([`KvLayout::check_peer`]); [`crate::relayout`] says which others may meet and how.
 
 use std::fmt;
 
@@ -106,6 +106,30 @@ pub struct KvGroup {
     pub layers: Vec<u32>,
 }
 
+/// What K and V of a worker come from, apart from the type they are stored as. Two
+/// workers that differ in nothing but that type hold the same values, each rounded its
+/// own way; the texts are for comparing and for people.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct KvOrigin {
+    /// Digest of the model's files.
+    pub model: String,
+    /// What the weights became at load.
+    pub weights: String,
+    /// How positions are rotated in.
+    pub rope: String,
+    /// Versions of the arithmetic and of the order inside a span.
+    pub arithmetic: String,
+}
+
+/// The KV heads of one rank of a model that is split over several.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct KvShard {
+    /// The model's head that this rank's first one is.
+    pub first_head: u32,
+    /// KV heads of the whole model.
+    pub model_heads: u32,
+}
+
 /// The layout of a worker's KV pools.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct KvLayout {
@@ -115,6 +139,7 @@ pub struct KvLayout {
     /// Dimensions that share a scale and a minimum, at each position; the last group of
     /// a head may be smaller. 0 where elements are floats.
     pub scale_group: u32,
+    /// Heads stored here: the model's, or one rank's part of them.
     pub kv_heads: u32,
     pub head_dim: u32,
     /// Layers of the whole model.
@@ -122,9 +147,24 @@ pub struct KvLayout {
     pub groups: Vec<KvGroup>,
     /// What decides the bits inside a block.
     pub numerics: NumericsId,
+    /// `None` from a worker that does not tell: it meets only its own numerics id.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub origin: Option<KvOrigin>,
+    /// `None`: all heads of the model.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub shard: Option<KvShard>,
 }
 
 impl KvLayout {
+    /// The model's heads that are stored here, and how many the model has.
+    pub fn heads(&self) -> (std::ops::Range<u32>, u32) {
+        let (first, of) = match self.shard {
+            Some(shard) => (shard.first_head, shard.model_heads),
+            None => (0, self.kv_heads),
+        };
+        (first..first.saturating_add(self.kv_heads), of)
+    }
+
     /// Bytes of one kv head's K (or V) for 16 positions.
     pub fn span_bytes(&self) -> usize {
         let (positions, dim) = (SPAN_TOKENS as usize, self.head_dim as usize);
@@ -184,6 +224,10 @@ impl KvLayout {
     /// [`ErrorKind::Unavailable`] with reason `LAYOUT_MISMATCH`, naming the first
     /// field that differs and both values.
     pub fn check_peer(&self, peer: &Self) -> Result<(), Error> {
+        let heads = |layout: &Self| {
+            let (heads, of) = layout.heads();
+            format!("{}..{} of {of}", heads.start, heads.end)
+        };
         let fields: [(&str, String, String); 8] = [
             (
                 "block_size",
@@ -197,11 +241,7 @@ impl KvLayout {
                 peer.scale_group.to_string(),
             ),
             ("layers", self.layers.to_string(), peer.layers.to_string()),
-            (
-                "kv_heads",
-                self.kv_heads.to_string(),
-                peer.kv_heads.to_string(),
-            ),
+            ("kv_heads", heads(self), heads(peer)),
             (
                 "head_dim",
                 self.head_dim.to_string(),
@@ -220,12 +260,8 @@ impl KvLayout {
         ];
         for (field, ours, theirs) in fields {
             if ours != theirs {
-                return Err(Error::new(
-                    ErrorKind::Unavailable,
-                    format!("this worker has `{ours}`, the peer has `{theirs}`"),
-                )
-                .with_field(field)
-                .with_reason("LAYOUT_MISMATCH"));
+                let message = format!("this worker has `{ours}`, the peer has `{theirs}`");
+                return Err(mismatch(field, message));
             }
         }
         Ok(())
@@ -266,6 +302,13 @@ impl KvLayout {
                 ));
             }
         }
+        let (heads, of) = self.heads();
+        if heads.end > of || of > 65_536 {
+            return Err(Error::invalid(
+                "shard",
+                format!("heads {}..{} are not within {of}", heads.start, heads.end),
+            ));
+        }
         let mut seen = vec![false; self.layers as usize];
         for layer in self.groups.iter().flat_map(|group| &group.layers) {
             match seen.get_mut(*layer as usize) {
@@ -289,6 +332,13 @@ impl KvLayout {
         }
         Ok(())
     }
+}
+
+/// Two layouts that do not go together.
+pub(crate) fn mismatch(field: &str, message: String) -> Error {
+    Error::new(ErrorKind::Unavailable, message)
+        .with_field(field)
+        .with_reason("LAYOUT_MISMATCH")
 }
 
 /// A run of bytes inside a KV pool. Plain numbers: whoever makes one from a live
@@ -319,6 +369,8 @@ mod tests {
                 layers: (0..30).collect(),
             }],
             numerics: NumericsId([0; 16]),
+            origin: None,
+            shard: None,
         }
     }
 

@@ -13,6 +13,7 @@ pub mod limits;
 pub mod model_card;
 pub mod pool_memory;
 pub mod protocol;
+pub mod relayout;
 pub mod sampling;
 pub mod tokenizer_spec;
 

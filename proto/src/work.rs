@@ -189,6 +189,8 @@ mod tests {
                     layers: vec![0],
                 }],
                 numerics: NumericsId([0; 16]),
+                origin: None,
+                shard: None,
             },
             tokenizer_hash: String::new(),
         }

@@ -199,6 +199,8 @@ mod tests {
                 },
             ],
             numerics: NumericsId([0; 16]),
+            origin: None,
+            shard: None,
         }
     }
 

@@ -374,6 +374,8 @@ mod tests {
                 },
             ],
             numerics: NumericsId([0; 16]),
+            origin: None,
+            shard: None,
         };
         Pools::new(&layout, &[blocks, blocks])
     }

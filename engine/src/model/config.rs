@@ -196,6 +196,36 @@ impl ModelConfig {
         self.kv_heads * self.head_dim_stored()
     }
 
+    /// How keys are rotated, in one line: what two workers must have in common to read
+    /// each other's KV. Long lists of factors stand in it as their digest.
+    pub fn rope_text(&self) -> String {
+        let one = |rope: &RopeConfig| {
+            let scaling = match &rope.scaling {
+                RopeScaling::None => String::new(),
+                RopeScaling::Linear { factor } => format!(" linear {factor}"),
+                RopeScaling::Llama3 {
+                    factor,
+                    low_freq_factor,
+                    high_freq_factor,
+                    original_context,
+                } => format!(
+                    " llama3 {factor} {low_freq_factor} {high_freq_factor} {original_context}"
+                ),
+                RopeScaling::Factors { divisors } => {
+                    let bytes: Vec<u8> = divisors.iter().flat_map(|d| d.to_le_bytes()).collect();
+                    format!(" factors {}", &blake3::hash(&bytes).to_hex()[..16])
+                }
+            };
+            format!("{}/{}{scaling}", rope.base, rope.dims)
+        };
+        let pairing = match self.rope_pairing {
+            Pairing::Interleaved => "interleaved",
+            Pairing::Halves => "halves",
+        };
+        let tables: Vec<String> = self.ropes.iter().map(one).collect();
+        format!("{pairing} {}", tables.join(", "))
+    }
+
     /// The layers that share a block table: full attention first (where there is
     /// any), then one group per distinct window, ascending.
     pub fn kv_groups(&self) -> Vec<KvGroup> {

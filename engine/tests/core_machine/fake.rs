@@ -59,6 +59,8 @@ pub fn layout(block_size: u32) -> KvLayout {
             },
         ],
         numerics: NumericsId([3; 16]),
+        origin: None,
+        shard: None,
     }
 }
 

@@ -66,6 +66,8 @@ fn record(id: &str, epoch: u64) -> WorkerRecord {
                     layers: vec![0],
                 }],
                 numerics: NumericsId([1; 16]),
+                origin: None,
+                shard: None,
             },
             tokenizer_hash: "t".to_owned(),
         },

@@ -26,6 +26,8 @@ fn card() -> ModelCard {
                 layers: vec![0],
             }],
             numerics: NumericsId([1; 16]),
+            origin: None,
+            shard: None,
         },
         tokenizer_hash: String::new(),
     }

@@ -149,6 +149,8 @@ pub fn card(model: &str) -> ModelCard {
                 layers: vec![0],
             }],
             numerics: NumericsId([1; 16]),
+            origin: None,
+            shard: None,
         },
         tokenizer_hash: blake3::hash(&tokenizer_json()).to_hex().to_string(),
     }
