@@ -181,6 +181,8 @@ pub struct TransferStatistics {
     pub reconnects: u32,
     /// From `open` to the end, or to now.
     pub duration: Duration,
+    /// What `bytes_sent` need on this link with nothing between; `None` until it was seen.
+    pub at_link_speed: Option<Duration>,
 }
 
 /// What the handles of one sender share.

@@ -45,8 +45,6 @@ pub(crate) struct RequestTask {
     key: RequestKey,
     submitted: Instant,
     started: Option<Instant>,
-    /// When the last layer's bytes were final, for the exposed transfer time.
-    last_ready: Instant,
     bytes: u64,
     /// `Released` has arrived: the engine holds nothing.
     released: bool,
@@ -96,7 +94,6 @@ impl RequestTask {
             key,
             submitted: now,
             started: None,
-            last_ready: now,
             bytes: 0,
             released: false,
             inputs,
@@ -202,7 +199,6 @@ impl RequestTask {
         layer: u32,
         blocks: &[(u32, u32)],
     ) -> Result<(), Error> {
-        self.last_ready = Instant::now();
         let memory = Arc::clone(self.shared.engine.memory());
         let (sources, bytes) = source_blocks(&memory, group, layer, blocks).ok_or_else(|| {
             Error::new(
@@ -225,7 +221,9 @@ impl RequestTask {
         tokens: &[(SampledToken, Option<FinishReason>)],
         cached_tokens: u32,
     ) -> Result<(), Error> {
-        let prefill = self.started.unwrap_or(self.submitted).elapsed();
+        // From here on nothing hides the transfer.
+        let computed = Instant::now();
+        let prefill = computed - self.started.unwrap_or(self.submitted);
         self.shared
             .metrics
             .0
@@ -250,6 +248,7 @@ impl RequestTask {
                 committed: false,
                 bytes: 0,
                 exposed_us: 0,
+                at_link_speed_us: 0,
             }))
             .await?;
             drop(tokio::time::timeout(LAST_WORD_READ, self.out.closed()).await);
@@ -260,7 +259,7 @@ impl RequestTask {
         let outcome = self.unless_over(transfer.commit(payload)).await?;
         match outcome {
             CommitOutcome::Committed => {
-                let exposed = self.last_ready.elapsed();
+                let exposed = computed.elapsed();
                 let statistics = transfer.statistics();
                 self.shared
                     .metrics
@@ -270,6 +269,7 @@ impl RequestTask {
                     committed: true,
                     bytes: self.bytes,
                     exposed_us: micros(exposed),
+                    at_link_speed_us: statistics.at_link_speed.map_or(0, micros),
                 }))
                 .await
             }

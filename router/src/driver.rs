@@ -541,7 +541,7 @@ async fn prefill_event(session: &mut Option<PrefillSession>, timing: &mut Timing
     };
     match session.next().await {
         Some((event, report)) => {
-            timing.heard_from_prefill(&event, report.prefill);
+            timing.heard_from_prefill(&event, report);
             Event::Prefill {
                 attempt: session.attempt,
                 event,

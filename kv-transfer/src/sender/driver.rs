@@ -346,7 +346,6 @@ impl Driver {
     /// Queues frames until a write is full; true if there are more.
     fn fill(&mut self, now: Instant) -> bool {
         let count = self.transfers.len();
-        let group_bytes = self.link.group_bytes();
         let mut idle = 0;
         while idle < count {
             if self.queue.bytes() >= GATHER_BYTES {
@@ -361,7 +360,7 @@ impl Driver {
                 &mut self.queue,
                 &active.shared,
                 active.deficit,
-                group_bytes,
+                self.link,
                 now,
             ) {
                 Filled::Frame(bytes) => {
@@ -496,12 +495,12 @@ fn fill_frame(
     queue: &mut OutQueue,
     shared: &Arc<TransferShared>,
     budget: u64,
-    group_bytes: u64,
+    link: LinkSpeed,
     now: Instant,
 ) -> Filled {
     let scope = shared.scope();
     let next = shared.update(|Inner { state, .. }| {
-        state.set_group_bytes(group_bytes);
+        state.set_link(link);
         state.next_frame(budget, now)
     });
     match next {

@@ -39,6 +39,12 @@ impl LinkSpeed {
         });
     }
 
+    /// What `bytes` need on this link; `None` while it is unknown.
+    pub fn time_for(self, bytes: u64) -> Option<Duration> {
+        let rate = self.bytes_per_s?;
+        Some(Duration::from_secs_f64(bytes as f64 / rate))
+    }
+
     /// Bytes that are worth leaving together; 0 while the link is unknown.
     pub fn group_bytes(self) -> u64 {
         let bytes = self.bytes_per_s.unwrap_or(0.0) * GROUP_WIRE_TIME.as_secs_f64();
@@ -129,7 +135,7 @@ mod tests {
         use crate::part::Missing;
         use baton_proto::kv_layout::ByteExtent;
 
-        const LAYER_BYTES: u32 = 100;
+        const LAYER_BYTES: u32 = (SAMPLE_BYTES_MIN / 5 * 2) as u32;
         let now = Instant::now();
         let limits = Limits {
             queue_parts_max: 1000,
@@ -142,10 +148,12 @@ mod tests {
         state.connected();
         // An empty list that goes on: everything is missing.
         state.opened(Missing::default(), now);
-        state.set_group_bytes(250);
+        let mut link = LinkSpeed::default();
+        link.seen(SAMPLE_BYTES_MIN, GROUP_WIRE_TIME);
+        state.set_link(link);
         let push = |state: &mut SenderState, layer: u32| {
             let extent = ByteExtent {
-                offset: u64::from(layer) * 100,
+                offset: u64::from(layer * LAYER_BYTES),
                 len: LAYER_BYTES,
                 region: 0,
             };

@@ -25,7 +25,7 @@ use baton_proto::kv_layout::ByteExtent;
 use bytes::Bytes;
 
 use super::SourceBlock;
-use super::gather::Gathering;
+use super::gather::{Gathering, LinkSpeed};
 pub use super::plan::{CommitPlan, FramePlan, NextFrame};
 use super::window::Window;
 use crate::codec::{COALESCE_BYTES, FRAME_PARTS_MAX};
@@ -112,8 +112,8 @@ pub struct SenderState {
     queue: VecDeque<PartRange>,
     queued_parts: usize,
     queued_bytes: u64,
-    /// Bytes worth leaving together, as the lane says.
-    group_bytes: u64,
+    /// The link as its lane knows it.
+    link_speed: LinkSpeed,
     gathering: Gathering,
     /// What the receiver lacked when it opened this lane: parts pushed later are
     /// checked against it.
@@ -140,7 +140,7 @@ impl SenderState {
             queue: VecDeque::new(),
             queued_parts: 0,
             queued_bytes: 0,
-            group_bytes: 0,
+            link_speed: LinkSpeed::default(),
             gathering: Gathering::Idle,
             wanted: Missing::nothing(),
             commit: None,
@@ -173,9 +173,15 @@ impl SenderState {
             && self.queued_bytes < self.limits.queue_bytes_max
     }
 
-    /// The lane's link moves `bytes` in the time that a group of layers is worth.
-    pub fn set_group_bytes(&mut self, bytes: u64) {
-        self.group_bytes = bytes;
+    /// What the lane has seen of its link.
+    pub fn set_link(&mut self, speed: LinkSpeed) {
+        self.link_speed = speed;
+    }
+
+    /// What all bytes sent would need at once, nothing else between; `None` while the link
+    /// is unknown.
+    pub fn at_link_speed(&self) -> Option<Duration> {
+        self.link_speed.time_for(self.totals.bytes_sent)
     }
 
     /// Whether the lane has to look at what was queued last: a group is full, or nobody
@@ -192,7 +198,7 @@ impl SenderState {
             ..
         } = self.limits;
         self.commit.is_some()
-            || self.queued_bytes >= self.group_bytes.min(queue_bytes_max / 2)
+            || self.queued_bytes >= self.link_speed.group_bytes().min(queue_bytes_max / 2)
             || self.queued_parts >= queue_parts_max.div_ceil(2)
     }
 

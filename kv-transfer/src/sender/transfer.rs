@@ -295,6 +295,7 @@ impl Transfer {
             bytes_resent: totals.bytes_resent,
             reconnects: totals.lanes_lost,
             duration: end.saturating_duration_since(self.shared.opened_at),
+            at_link_speed: inner.state.at_link_speed(),
         }
     }
 }

@@ -40,8 +40,9 @@ pub struct DecodeSession {
 /// What a worker reported beside its event, for timings.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Report {
-    /// Microseconds the prompt took on the worker's clock.
+    /// What the prompt took on the worker's clock.
     pub prefill: Option<Duration>,
+    pub handoff: Option<v1::Handoff>,
 }
 
 impl DecodeSession {
@@ -253,9 +254,16 @@ fn prefill_event(event: v1::PrefillEvent) -> (PrefillEvent, Report) {
                 tokens: drawn(&first.tokens),
             }
         }
-        Some(Event::HandedOff(handed)) => PrefillEvent::HandedOff {
-            committed: handed.committed,
-        },
+        Some(Event::HandedOff(handed)) => {
+            report.handoff = handed.committed.then_some(v1::Handoff {
+                bytes: handed.bytes,
+                exposed_us: handed.exposed_us,
+                at_link_speed_us: handed.at_link_speed_us,
+            });
+            PrefillEvent::HandedOff {
+                committed: handed.committed,
+            }
+        }
         None => PrefillEvent::Unknown,
     };
     (event, report)

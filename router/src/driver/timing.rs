@@ -8,6 +8,7 @@ use baton_observability::latency::{SecondTokenMarks, TtftMarks};
 use baton_proto::{Error, ErrorKind, v1};
 use tokio::time::Instant;
 
+use super::sessions::Report;
 use crate::placement::WorkerKey;
 use crate::request::{DecodeEvent, PrefillEvent};
 
@@ -21,6 +22,7 @@ pub struct Timing {
     choices: Vec<Option<Duration>>,
     tokens: u64,
     committed: Option<Duration>,
+    handoff: Option<v1::Handoff>,
     local: bool,
     prefill_worker: String,
     decode_worker: String,
@@ -41,6 +43,7 @@ impl Timing {
             choices: vec![None; n as usize],
             tokens: 0,
             committed: None,
+            handoff: None,
             local: false,
             prefill_worker: String::new(),
             decode_worker: String::new(),
@@ -97,12 +100,13 @@ impl Timing {
         }
     }
 
-    pub fn heard_from_prefill(&mut self, event: &PrefillEvent, prefill: Option<Duration>) {
+    pub fn heard_from_prefill(&mut self, event: &PrefillEvent, report: Report) {
         let now = self.now();
+        self.handoff = report.handoff.or(self.handoff);
         match event {
             _ if self.first_sent.is_some() => {}
             PrefillEvent::Started { .. } => self.marks.prefill_started = Some(now),
-            PrefillEvent::First { .. } => self.first_returned(now, prefill),
+            PrefillEvent::First { .. } => self.first_returned(now, report.prefill),
             _ => {}
         }
     }
@@ -198,6 +202,7 @@ impl Timing {
             path: if self.local { "local" } else { "disagg" }.to_owned(),
             prefill_worker: self.prefill_worker.clone(),
             decode_worker: self.decode_worker.clone(),
+            handoff: self.handoff.filter(|_| !self.local),
         }
     }
 

@@ -548,6 +548,7 @@ impl Service {
             committed,
             bytes: 1,
             exposed_us: 1,
+            at_link_speed_us: 1,
         }))
         .await;
     }

@@ -55,6 +55,12 @@ pub struct LoadReport {
     pub itl_ms: Option<Summary>,
     pub tpot_ms: Option<Summary>,
     pub total_ms: Option<Summary>,
+    /// KV that a handoff moved, on average.
+    pub handoff_mb: Option<f64>,
+    /// What of the handoffs computing did not hide.
+    pub handoff_exposed_ms: Option<Summary>,
+    /// That over what the same bytes need on the link with nothing between, at the median.
+    pub handoff_exposed_share: Option<f64>,
     /// Of requests that succeeded, as all counts below.
     pub output_token_count: u64,
     pub prompt_token_count: u64,
@@ -194,7 +200,7 @@ fn sum_up(
     let mut errors = Failures::default();
     let mut paths = BTreeMap::new();
     let mut latencies: Vec<RequestLatency> = Vec::new();
-    let (mut itl, mut total) = (Vec::new(), Vec::new());
+    let (mut itl, mut total, mut handoffs) = (Vec::new(), Vec::new(), Vec::new());
     let (mut output, mut prompt, mut cached) = (0_u64, 0_u64, 0_u64);
     for sample in samples {
         if let Some(failure) = &sample.failure {
@@ -207,6 +213,7 @@ fn sum_up(
             continue;
         };
         latencies.push(latency);
+        handoffs.extend(sample.handoff);
         itl.extend(gaps(&sample.arrivals).map(Gap::ms));
         total.push(ms(sample.ended.saturating_sub(sample.sent)));
         output += u64::from(sample.reported_tokens.unwrap_or_else(|| sample.tokens()));
@@ -219,6 +226,12 @@ fn sum_up(
         .filter_map(RequestLatency::tpot)
         .map(ms)
         .collect();
+    let mut exposed: Vec<f64> = handoffs.iter().map(|one| one.exposed_ms).collect();
+    let mut shares: Vec<f64> = handoffs
+        .iter()
+        .filter_map(|one| one.exposed_share)
+        .collect();
+    let moved: f64 = handoffs.iter().map(|one| one.mb).sum();
     let limit = |limit: Option<f64>| limit.map(|limit| Duration::from_secs_f64(limit / 1e3));
     let slo = Slo {
         ttft: limit(args.slo_ttft_ms),
@@ -242,6 +255,9 @@ fn sum_up(
         itl_ms: Summary::of(&mut itl),
         tpot_ms: Summary::of(&mut tpot),
         total_ms: Summary::of(&mut total),
+        handoff_mb: (!handoffs.is_empty()).then(|| moved / handoffs.len() as f64),
+        handoff_exposed_ms: Summary::of(&mut exposed),
+        handoff_exposed_share: Summary::of(&mut shares).map(|shares| shares.p50),
         output_token_count: output,
         prompt_token_count: prompt,
         cached_token_count: cached,
@@ -278,6 +294,18 @@ impl LoadReport {
             ("TPOT", self.tpot_ms),
             ("whole request", self.total_ms),
         ]);
+        if let (Some(mb), Some(exposed)) = (self.handoff_mb, self.handoff_exposed_ms) {
+            table.summaries(&[("handoff, exposed", Some(exposed))]);
+            let share = self
+                .handoff_exposed_share
+                .map_or_else(String::new, |share| {
+                    format!(
+                        "; the exposed part is {:.1} % of their time on the link",
+                        share * 100.0
+                    )
+                });
+            table.line(format!("{mb:.1} MB of KV a handoff{share}"));
+        }
         table.line(format!(
             "{} of {} requests in {:.2} s: {:.2} requests/s, {:.1} output tokens/s, {:.1} tokens/s with prompts",
             self.succeeded,

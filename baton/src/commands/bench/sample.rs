@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use baton_observability::latency::RequestLatency;
+use baton_proto::v1;
 use serde::Serialize;
 
 /// The one clock of a run.
@@ -57,6 +58,28 @@ impl Failure {
     }
 }
 
+/// What the server says the handoff of one prompt took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Handoff {
+    pub mb: f64,
+    /// From the first token's drawing to the decode worker's acceptance.
+    pub exposed_ms: f64,
+    /// That as a share of what the bytes need on the link, if that is known.
+    pub exposed_share: Option<f64>,
+}
+
+impl Handoff {
+    /// From the wire.
+    pub fn of(wire: v1::Handoff) -> Self {
+        let known = wire.at_link_speed_us > 0;
+        Self {
+            mb: wire.bytes as f64 / 1e6,
+            exposed_ms: wire.exposed_us as f64 / 1e3,
+            exposed_share: known.then(|| wire.exposed_us as f64 / wire.at_link_speed_us as f64),
+        }
+    }
+}
+
 /// One request as the client saw it.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
@@ -70,6 +93,7 @@ pub struct Sample {
     pub reported_tokens: Option<u32>,
     /// How the server says it placed the request.
     pub path: Option<String>,
+    pub handoff: Option<Handoff>,
     pub failure: Option<Failure>,
 }
 

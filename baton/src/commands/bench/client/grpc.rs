@@ -8,7 +8,7 @@ use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 
 use super::super::flags::TargetArgs;
-use super::super::sample::{Arrival, Clock, Failure, Sample};
+use super::super::sample::{Arrival, Clock, Failure, Handoff, Sample};
 use super::super::workload::Job;
 use super::OnArrival;
 
@@ -121,7 +121,10 @@ impl Client {
                     let usage = last.usage.unwrap_or_default();
                     sample.cached_tokens = usage.cached_tokens;
                     sample.reported_tokens = Some(usage.completion_tokens);
-                    sample.path = last.timings.map(|timings| timings.path);
+                    if let Some(timings) = last.timings {
+                        sample.path = Some(timings.path);
+                        sample.handoff = timings.handoff.map(Handoff::of);
+                    }
                 }
                 _ => {}
             }
