@@ -225,6 +225,16 @@ pub struct RouterArgs {
     /// Prompt prefixes (spans of 16 tokens) whose worker is remembered.
     #[arg(long, env = "BATON_PREFIX_SPANS_MAX", default_value_t = 65_536, value_parser = clap::value_parser!(u32).range(1..))]
     pub prefix_spans_max: u32,
+    /// File of secrets that resume tokens are signed with, one a line, at least 32
+    /// bytes each: the first signs, each one checks, so that a key can be replaced.
+    /// With the same file at every router, a client whose router died goes on at any
+    /// other one. Without it a key is drawn at start: nothing has to be kept secret,
+    /// and a token is good at the router that gave it alone, until that restarts.
+    #[arg(long, env = "BATON_RESUME_KEY_FILE", value_name = "FILE")]
+    pub resume_key_file: Option<PathBuf>,
+    /// How long a client may resume a stream after it began, in seconds.
+    #[arg(long, env = "BATON_RESUME_LIFE_S", default_value_t = 3_600, value_parser = clap::value_parser!(u64).range(1..))]
+    pub resume_life_s: u64,
     /// What running streams get after a shutdown was asked for.
     #[arg(long, env = "BATON_DRAIN_MS", default_value_t = 10_000)]
     pub drain_ms: u64,

@@ -91,6 +91,11 @@ pub fn router_config(
         handoff_timeout_ms: args.handoff_timeout_ms,
         prefix_spans_max: args.prefix_spans_max as usize,
         drain_ms: args.drain_ms,
+        resume_keys: match &args.resume_key_file {
+            Some(path) => read_resume_keys(path)?,
+            None => Vec::new(),
+        },
+        resume_life_s: args.resume_life_s,
         ..RouterConfig::default()
     };
     config.validate().map_err(flag_error)?;
@@ -107,6 +112,21 @@ fn read_api_keys(path: &Path) -> anyhow::Result<BTreeMap<String, String>> {
             path.display()
         )
     })
+}
+
+/// The lines of a key file. They are secrets: no message quotes one.
+fn read_resume_keys(path: &Path) -> anyhow::Result<Vec<String>> {
+    let text = std::fs::read_to_string(path)
+        .with_context(|| format!("`--resume-key-file`: read `{}`", path.display()))?;
+    let lines = text.lines().map(str::trim);
+    let keys: Vec<String> = lines
+        .filter(|line| !line.is_empty())
+        .map(str::to_owned)
+        .collect();
+    if keys.is_empty() {
+        bail!("`--resume-key-file`: `{}` has no key", path.display());
+    }
+    Ok(keys)
 }
 
 /// TLS of a port.

@@ -27,13 +27,13 @@ use baton_kv_transfer::receiver::{
     self, AbortReason, EventKind, GrantRequest, Regrant, RegrantRequest,
 };
 use baton_proto::convert::{forced_from_wire, sampled_from_wire, sampled_to_wire};
+use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::{to_detail, to_status};
 use baton_proto::work::WorkOrder;
 use baton_proto::{Attempt, Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 use tonic::{Status, Streaming};
 
 use crate::grant::{group_grants, wanted_ranges};
@@ -77,7 +77,7 @@ pub(crate) struct RequestTask {
     inputs: mpsc::UnboundedReceiver<Input>,
     inputs_tx: mpsc::UnboundedSender<Input>,
     out: mpsc::Sender<Result<v1::DecodeEvent, Status>>,
-    cancelled: CancellationToken,
+    stop: Stop,
 }
 
 impl RequestTask {
@@ -86,7 +86,7 @@ impl RequestTask {
         order: WorkOrder,
         attempt: Attempt,
         out: mpsc::Sender<Result<v1::DecodeEvent, Status>>,
-        cancelled: CancellationToken,
+        stop: Stop,
     ) -> Self {
         let (inputs_tx, inputs) = mpsc::unbounded_channel();
         let now = Instant::now();
@@ -104,7 +104,7 @@ impl RequestTask {
             inputs,
             inputs_tx,
             out,
-            cancelled,
+            stop,
         }
     }
 
@@ -128,7 +128,7 @@ impl RequestTask {
                     Some(input) => self.handle_input(input).await,
                     None => Flow::Over,
                 },
-                () = self.cancelled.cancelled(), if !ending => self.end(None).await,
+                () = self.stop.stopped(), if !ending => self.end(self.stop.reason()).await,
                 () = self.out.closed(), if !ending => self.end(None).await,
                 () = sleep_until(due), if !ending => self.handle_due().await,
                 command = commands.message(), if commands_open && !ending => match command {
@@ -266,13 +266,11 @@ impl RequestTask {
         let ended = v1::Ended {
             error: self.failure.as_ref().map(to_detail),
         };
-        // A reader that is gone needs no last word.
+        // A reader that is gone, or that stands still, needs no last word.
         let event = v1::decode_event::Event::Ended(ended);
-        drop(
-            self.out
-                .send(Ok(v1::DecodeEvent { event: Some(event) }))
-                .await,
-        );
+        let patience = self.shared.config.slow_client_deadline;
+        let last = self.out.send(Ok(v1::DecodeEvent { event: Some(event) }));
+        drop(tokio::time::timeout(patience, last).await);
         Flow::Over
     }
 
@@ -601,7 +599,7 @@ impl RequestTask {
         self.pause(true);
         let sent = tokio::select! {
             sent = tokio::time::timeout(self.shared.config.slow_client_deadline, self.out.send(event)) => sent,
-            () = self.cancelled.cancelled() => return self.end(None).await,
+            () = self.stop.stopped() => return self.end(self.stop.reason()).await,
         };
         self.pause(false);
         match sent {

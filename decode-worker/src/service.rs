@@ -7,7 +7,7 @@ use baton_proto::status::to_status;
 use baton_proto::v1::decode_worker_server::DecodeWorker;
 use baton_proto::work::WorkOrder;
 use baton_proto::worker_info::ResponseStream;
-use baton_proto::{Attempt, Error, RequestId, v1};
+use baton_proto::{Attempt, Error, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
@@ -52,19 +52,13 @@ impl DecodeWorker for Service {
         let order = WorkOrder::from_wire(work, shared.info.epoch, &shared.info.card)
             .map_err(|error| to_status(&error))?;
         let id = order.request_id.clone();
-        let cancelled = shared
+        let stop = shared
             .live()
-            .start(&id, Instant::now())
+            .start(&id, order.fence.clone(), Instant::now())
             .map_err(|error| to_status(&error))?;
 
         let (out, events) = mpsc::channel(OUT_EVENTS_MAX);
-        let task = RequestTask::new(
-            Arc::clone(shared),
-            order,
-            Attempt(start.attempt),
-            out,
-            cancelled,
-        );
+        let task = RequestTask::new(Arc::clone(shared), order, Attempt(start.attempt), out, stop);
         let shared = Arc::clone(shared);
         self.shared.tasks.spawn(async move {
             task.run(path, commands).await;
@@ -77,8 +71,10 @@ impl DecodeWorker for Service {
         &self,
         request: Request<v1::CancelRequest>,
     ) -> Result<Response<v1::CancelResponse>, Status> {
-        let id = RequestId(request.into_inner().request_id);
-        let known = self.shared.live().cancel(&id, Instant::now());
+        let known = self
+            .shared
+            .live()
+            .take_cancel(request.into_inner(), Instant::now());
         Ok(Response::new(v1::CancelResponse { known }))
     }
 

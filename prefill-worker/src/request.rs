@@ -21,13 +21,13 @@ use baton_kv_transfer::sender::{CommitOutcome, Transfer};
 use baton_kv_transfer::{LayoutDigest, Refusal};
 use baton_observability::labels::TransferFailure;
 use baton_proto::convert::sampled_to_wire;
+use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::to_status;
 use baton_proto::work::WorkOrder;
 use baton_proto::{Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
-use tokio_util::sync::CancellationToken;
 use tonic::Status;
 
 use crate::ship::{Lane, source_blocks};
@@ -50,7 +50,7 @@ pub(crate) struct RequestTask {
     released: bool,
     inputs: mpsc::UnboundedReceiver<Event>,
     out: Events,
-    cancelled: CancellationToken,
+    stop: Stop,
     deadline: Option<Instant>,
 }
 
@@ -60,7 +60,7 @@ impl RequestTask {
         order: WorkOrder,
         lane: Lane,
         out: Events,
-        cancelled: CancellationToken,
+        stop: Stop,
     ) -> Result<Self, Error> {
         let key = shared.next_key();
         let (mailbox, inputs) = mpsc::unbounded_channel();
@@ -98,7 +98,7 @@ impl RequestTask {
             released: false,
             inputs,
             out,
-            cancelled,
+            stop,
         })
     }
 
@@ -313,15 +313,15 @@ impl RequestTask {
     async fn next(&mut self) -> Result<Event, Error> {
         let due = self.deadline;
         let out = self.out.clone();
-        let cancelled = self.cancelled.clone();
-        let received = over_or(&out, &cancelled, due, self.inputs.recv()).await?;
+        let stop = self.stop.clone();
+        let received = over_or(&out, &stop, due, self.inputs.recv()).await?;
         received.ok_or_else(|| {
             Error::new(ErrorKind::Unavailable, "the engine stopped").with_reason("ENGINE_STOPPED")
         })
     }
 
     async fn unless_over<T>(&self, work: impl Future<Output = T>) -> Result<T, Error> {
-        over_or(&self.out, &self.cancelled, self.deadline, work).await
+        over_or(&self.out, &self.stop, self.deadline, work).await
     }
 
     async fn emit(&self, event: v1::prefill_event::Event) -> Result<(), Error> {
@@ -341,7 +341,7 @@ impl RequestTask {
 /// `work`, unless the caller leaves, cancels or its time is over.
 async fn over_or<T>(
     out: &Events,
-    cancelled: &CancellationToken,
+    stop: &Stop,
     deadline: Option<Instant>,
     work: impl Future<Output = T>,
 ) -> Result<T, Error> {
@@ -353,7 +353,7 @@ async fn over_or<T>(
     };
     tokio::select! {
         biased;
-        () = cancelled.cancelled() => Err(gone()),
+        () = stop.stopped() => Err(stop.reason().unwrap_or_else(gone)),
         () = out.closed() => Err(gone()),
         () = due => Err(Error::new(ErrorKind::Deadline, "the request's deadline passed")),
         done = work => Ok(done),

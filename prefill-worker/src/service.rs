@@ -7,7 +7,7 @@ use baton_proto::status::to_status;
 use baton_proto::v1::prefill_worker_server::PrefillWorker;
 use baton_proto::work::WorkOrder;
 use baton_proto::worker_info::ResponseStream;
-use baton_proto::{Error, RequestId, v1};
+use baton_proto::{Error, v1};
 use tokio::sync::mpsc;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
@@ -52,13 +52,13 @@ impl PrefillWorker for Service {
         )
         .await
         .map_err(|error| to_status(&error))?;
-        let cancelled = shared
+        let stop = shared
             .live()
-            .start(&id, Instant::now())
+            .start(&id, order.fence.clone(), Instant::now())
             .map_err(|error| to_status(&error))?;
 
         let (out, events) = mpsc::channel(OUT_EVENTS_MAX);
-        let task = match RequestTask::new(Arc::clone(shared), order, lane, out, cancelled) {
+        let task = match RequestTask::new(Arc::clone(shared), order, lane, out, stop) {
             Ok(task) => task,
             Err(error) => {
                 shared.live().end(&id);
@@ -77,8 +77,10 @@ impl PrefillWorker for Service {
         &self,
         request: Request<v1::CancelRequest>,
     ) -> Result<Response<v1::CancelResponse>, Status> {
-        let id = RequestId(request.into_inner().request_id);
-        let known = self.shared.live().cancel(&id, Instant::now());
+        let known = self
+            .shared
+            .live()
+            .take_cancel(request.into_inner(), Instant::now());
         Ok(Response::new(v1::CancelResponse { known }))
     }
 

@@ -11,6 +11,23 @@ use crate::sampling::SamplingParams;
 use crate::slo::Slo;
 use crate::{convert, v1};
 
+/// A client's request, and which of the routers that served it speaks for it: of two
+/// generations the higher one does.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fence {
+    pub request: String,
+    pub generation: u64,
+}
+
+impl From<v1::Fence> for Fence {
+    fn from(wire: v1::Fence) -> Self {
+        Self {
+            request: wire.request,
+            generation: wire.generation,
+        }
+    }
+}
+
 /// A checked [`v1::WorkRequest`].
 #[derive(Clone, Debug, PartialEq)]
 pub struct WorkOrder {
@@ -26,6 +43,8 @@ pub struct WorkOrder {
     pub deadline: Option<Duration>,
     /// What it expects of latency.
     pub slo: Slo,
+    /// Whose work it is.
+    pub fence: Option<Fence>,
 }
 
 impl WorkOrder {
@@ -119,6 +138,7 @@ impl WorkOrder {
             use_cache: wire.use_cache,
             deadline: wire.deadline_ms.map(Duration::from_millis),
             slo,
+            fence: wire.fence.map(Fence::from),
         })
     }
 }

@@ -12,6 +12,9 @@ use baton_proto::Error;
 use baton_proto::transport::TlsSettings;
 use serde::{Deserialize, Serialize};
 
+/// Bytes of a resume key: what cannot be guessed, written as text.
+const RESUME_KEY_BYTES_MIN: usize = 32;
+
 /// Everything a router can be told.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -69,6 +72,11 @@ pub struct RouterConfig {
     pub drain_ms: u64,
     /// What a request without the field `exact` means.
     pub exact: bool,
+    /// Secrets that resume tokens are signed (the first) and checked (each) with.
+    /// Empty: one is drawn at start, and a token is good at this router alone.
+    pub resume_keys: Vec<String>,
+    /// How long a resume token is good.
+    pub resume_life_s: u64,
 }
 
 impl Default for RouterConfig {
@@ -99,6 +107,8 @@ impl Default for RouterConfig {
             stream_buffer_events: 64,
             drain_ms: 10_000,
             exact: true,
+            resume_keys: Vec::new(),
+            resume_life_s: 3_600,
         }
     }
 }
@@ -124,11 +134,23 @@ impl RouterConfig {
             ("stall_timeout_ms", self.stall_timeout_ms),
             ("worker_silence_ms", self.worker_silence_ms),
             ("slow_client_timeout_ms", self.slow_client_timeout_ms),
+            ("resume_life_s", self.resume_life_s),
         ];
         for (field, value) in counts {
             if value == 0 {
                 return Err(Error::invalid(field, "0 is not allowed, the least is 1"));
             }
+        }
+        if let Some(short) = self
+            .resume_keys
+            .iter()
+            .find(|key| key.len() < RESUME_KEY_BYTES_MIN)
+        {
+            let message = format!(
+                "a key of {} bytes, the least is {RESUME_KEY_BYTES_MIN}",
+                short.len()
+            );
+            return Err(Error::invalid("resume_keys", message));
         }
         for (key, tenant) in &self.api_keys {
             if key.trim().is_empty() || tenant.trim().is_empty() {

@@ -9,6 +9,7 @@
 
 mod outlet;
 mod placing;
+mod resuming;
 mod sessions;
 mod timing;
 
@@ -18,7 +19,7 @@ use std::time::Duration;
 use baton_observability::RouterMetrics;
 use baton_observability::labels::{Decision, RetryWhen, Success};
 use baton_proto::block_hash::BlockHash;
-use baton_proto::sampling::SamplingParams;
+use baton_proto::sampling::{SampledToken, SamplingParams};
 use baton_proto::slo::Slo;
 use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, v1};
 use tokio::time::Instant;
@@ -32,6 +33,9 @@ use crate::admission::Permit;
 use crate::auth::Tenant;
 use crate::frontend::{Shared, Tally};
 use crate::request::{Action, DecodeEvent, Event, PrefillEvent, Request, Spec, Stage, Timeouts};
+use crate::resume::fences::Fenced;
+use crate::resume::prompt_hash;
+use crate::resume::received::Cursor;
 use crate::text::{ChoiceText, StopRules};
 use crate::workers::{ServedModel, Worker};
 
@@ -60,6 +64,16 @@ pub struct Job {
     pub tokenized: Instant,
     pub deadline: Instant,
     pub permit: Permit,
+    pub fenced: Fenced,
+    pub resumed: Option<Resumed>,
+}
+
+/// What a client that resumes its stream brings along.
+pub struct Resumed {
+    /// The arithmetic of the tokens it has.
+    pub numerics: Option<NumericsId>,
+    /// One per choice.
+    pub choices: Vec<v1::ResumeChoice>,
 }
 
 /// The running request.
@@ -69,6 +83,10 @@ pub struct Driver {
     tally: Tally,
     machine: Request,
     texts: Vec<ChoiceText>,
+    /// Per choice, what the client has.
+    cursors: Vec<Cursor>,
+    /// Text that the client lacks although it has the tokens, sent with the acceptance.
+    owed: Vec<String>,
     outlet: Outlet,
     timing: Timing,
     decode: Option<DecodeSession>,
@@ -77,8 +95,11 @@ pub struct Driver {
     closing: Option<DecodeSession>,
     closing_prefill: Option<PrefillSession>,
     accepted: bool,
-    /// The arithmetic the first token was drawn with.
+    /// The arithmetic that every token is to be drawn with: that of the decode worker
+    /// the request was accepted with.
     numerics: Option<NumericsId>,
+    /// The decode worker is noted as a holder of the prompt.
+    remembered: bool,
     spans: Vec<(NumericsId, Vec<BlockHash>)>,
     retries: u64,
     mid_stream: bool,
@@ -107,7 +128,11 @@ impl Driver {
         let texts = (0..spec.n)
             .map(|_| ChoiceText::new(&job.model.tokenizer, &job.prompt, &job.rules))
             .collect();
+        let cursors = (0..spec.n as usize).map(Cursor::new).collect();
         Self {
+            cursors,
+            owed: vec![String::new(); spec.n as usize],
+            remembered: false,
             timing: Timing::new(job.received, job.admitted, job.tokenized, spec.n),
             machine: Request::new(spec),
             texts,
@@ -135,7 +160,14 @@ impl Driver {
 
     /// Runs the request to its end.
     pub async fn run(mut self) {
-        self.step(Event::Begin).await;
+        match self.take_over() {
+            Ok(true) => self.finish_taken_over().await,
+            Ok(false) => self.step(Event::Begin).await,
+            Err(error) => {
+                self.outcome = Some(Err(error));
+                return self.finish().await;
+            }
+        }
         while self.machine.stage() != Stage::Finished {
             let event = self.next_event().await;
             self.step(event).await;
@@ -153,6 +185,7 @@ impl Driver {
             biased;
             () = self.outlet.gone() => Event::ClientGone,
             () = self.shared.stop.cancelled() => Event::Abort(stopping()),
+            error = self.job.fenced.raised() => Event::Abort(error),
             () = tokio::time::sleep_until(wake) => Event::Tick,
             // A prefill worker says little; a busy decode worker must not drown it.
             event = prefill_event(&mut self.prefill, &mut self.timing) => event,
@@ -168,9 +201,7 @@ impl Driver {
         while let Some(event) = events.pop_front() {
             if let Event::Decode { event, .. } = &event {
                 self.heard_from_decode(event);
-                if let Some(failed) = self.accept(event).await {
-                    events.push_back(failed);
-                }
+                events.extend(self.accept(event).await);
             }
             let now = self.timing.now();
             for action in self.machine.handle(now, event) {
@@ -193,36 +224,43 @@ impl Driver {
     }
 
     /// The first sign that a worker took the request is when the client is told of it.
-    async fn accept(&mut self, event: &DecodeEvent) -> Option<Event> {
+    async fn accept(&mut self, event: &DecodeEvent) -> Vec<Event> {
         let refused = matches!(
             event,
             DecodeEvent::Failed { .. } | DecodeEvent::Ended { .. } | DecodeEvent::Unknown
         );
         if self.accepted || refused {
-            return None;
+            return Vec::new();
         }
+        self.acknowledge().await
+    }
+
+    /// Tells the client that it is served, and what it still lacks of what it has.
+    async fn acknowledge(&mut self) -> Vec<Event> {
         self.accepted = true;
+        if let Some(session) = &self.decode {
+            let numerics = session.worker.card.layout.numerics;
+            self.numerics.get_or_insert(numerics);
+        }
         self.metrics()
             .prompt_tokens
             .inc_by(self.job.prompt.len() as u64);
         let job = &self.job;
-        let mut hasher = blake3::Hasher::new();
-        for id in &job.prompt {
-            hasher.update(&id.to_le_bytes());
-        }
         let accepted = v1::Accepted {
             request_id: job.request_id.0.clone(),
             seed: job.sampling.seed,
-            prompt_token_hash: hasher.finalize().to_hex().to_string(),
+            prompt_token_hash: prompt_hash(&job.prompt).to_hex().to_string(),
             prompt_tokens: job.prompt.len() as u32,
             model: job.model.card.name.clone(),
             model_revision: job.model.card.revision.0.clone(),
             created: job.created,
-            resume_token: Vec::new(),
+            resume_token: self.resume_token(),
         };
-        self.deliver(v1::generate_event::Event::Accepted(accepted))
-            .await
-            .err()
+        let accepted = v1::generate_event::Event::Accepted(accepted);
+        if let Err(failed) = self.deliver(accepted).await {
+            return vec![failed];
+        }
+        self.pay_what_is_owed().await
     }
 
     async fn act(&mut self, action: Action) -> Option<Event> {
@@ -264,11 +302,14 @@ impl Driver {
             }
             Action::AwaitDecodeEnd => self.closing = self.decode.take(),
             Action::Emit { choice, run } => {
-                return self.emit(choice, run.first_index, run.tokens).await;
+                return self.emit(choice, run.tokens).await;
             }
             Action::FinishChoice { choice, reason } => {
                 let text = &mut self.texts[choice as usize];
-                let rest = text.finish();
+                let rest = match self.cursors[choice as usize].end(text.finish()) {
+                    Ok(rest) => rest,
+                    Err(error) => return Some(self.give_up(error)),
+                };
                 let (reason, stop_string) = match text.stopped() {
                     Some(stopped) => (v1::FinishReason::Stop, Some(stopped.stop_string.clone())),
                     None => (reason.into(), None),
@@ -309,20 +350,28 @@ impl Driver {
         }
     }
 
-    async fn emit(
-        &mut self,
-        choice: u32,
-        first_index: u32,
-        tokens: Vec<baton_proto::sampling::SampledToken>,
-    ) -> Option<Event> {
-        if self.numerics.is_none()
+    async fn emit(&mut self, choice: u32, tokens: Vec<SampledToken>) -> Option<Event> {
+        if !self.remembered
             && let Some(session) = &self.decode
         {
             // The first token shows that the decode worker took the prompt in.
+            self.remembered = true;
             let worker = Arc::clone(&session.worker);
-            self.numerics = Some(worker.card.layout.numerics);
             self.remember(std::slice::from_ref(&worker), &worker.key);
         }
+        if self.cursors[choice as usize].is_caught_up() {
+            return self.emit_piece(choice, tokens).await;
+        }
+        // What the client has is found out token by token.
+        for token in tokens {
+            if let Some(event) = self.emit_piece(choice, vec![token]).await {
+                return Some(event);
+            }
+        }
+        None
+    }
+
+    async fn emit_piece(&mut self, choice: u32, tokens: Vec<SampledToken>) -> Option<Event> {
         let text = &mut self.texts[choice as usize];
         let piece = text.push(tokens);
         if piece.tokens.is_empty() {
@@ -332,17 +381,30 @@ impl Driver {
             choice,
             output_tokens: text.tokens(),
         });
-        let count = piece.tokens.len() as u64;
-        let logprobs = piece
+        let cursor = &mut self.cursors[choice as usize];
+        let rest = match cursor.pass(piece, &self.job.model.tokenizer) {
+            Ok(rest) => rest,
+            Err(error) => return Some(self.give_up(error)),
+        };
+        self.job.permit.started();
+        if let Some(session) = &mut self.prefill {
+            session.placed.prefilled();
+        }
+        if rest.is_empty() {
+            return stopped;
+        }
+        let count = rest.tokens.len() as u64;
+        let logprobs = rest
             .tokens
             .iter()
             .filter_map(|token| token.logprob.as_ref());
         let tokens = v1::Tokens {
             choice,
-            first_index,
-            ids: piece.tokens.iter().map(|token| token.id).collect(),
+            first_index: rest.first_index,
+            ids: rest.tokens.iter().map(|token| token.id).collect(),
             logprobs: logprobs.map(v1::Logprobs::from).collect(),
-            text: piece.text,
+            text: rest.text,
+            characters_before: rest.characters_before,
         };
         if let Err(failed) = self
             .deliver(v1::generate_event::Event::Tokens(tokens))
@@ -350,13 +412,17 @@ impl Driver {
         {
             return Some(failed);
         }
-        self.shared.metrics.generation_tokens.inc_by(count);
-        self.timing.sent(choice, count, &self.shared.metrics);
-        self.job.permit.started();
-        if let Some(session) = &mut self.prefill {
-            session.placed.prefilled();
+        if count > 0 {
+            self.shared.metrics.generation_tokens.inc_by(count);
+            self.timing.sent(choice, count, &self.shared.metrics);
         }
         stopped
+    }
+
+    /// Ends the request with an error; nothing is delivered any more.
+    fn give_up(&mut self, error: Error) -> Event {
+        self.outcome.get_or_insert(Err(error.clone()));
+        Event::Abort(error)
     }
 
     /// Prompt tokens that were found in a prefix cache.
@@ -408,6 +474,9 @@ impl Driver {
 
     /// Hands an event to the client's channel, or says what its client's silence means.
     async fn deliver(&mut self, event: v1::generate_event::Event) -> Result<(), Event> {
+        if let Some(Err(error)) = &self.outcome {
+            return Err(Event::Abort(error.clone()));
+        }
         let event = v1::GenerateEvent { event: Some(event) };
         match self.outlet.send(event, self.job.deadline).await {
             Ok(()) => Ok(()),

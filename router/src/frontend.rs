@@ -3,6 +3,7 @@
 //! It authenticates, checks, tokenizes and admits a request and hands it to its
 //! [driver](crate::driver). It knows no transport and places nothing itself.
 
+mod resuming;
 mod stream;
 mod tally;
 
@@ -25,9 +26,11 @@ pub use tally::Tally;
 use crate::admission::Admission;
 use crate::auth::{Keys, Tenant};
 use crate::config::RouterConfig;
-use crate::driver::{Driver, Job, Outlet};
+use crate::driver::{Driver, Job, Outlet, Resumed};
 use crate::placement::Policy;
 use crate::placement::prefix_index::PrefixIndex;
+use crate::resume::fences::Fences;
+use crate::resume::{ResumeKeys, check_parameters};
 use crate::validate::{self, Prompt};
 use crate::workers::Workers;
 
@@ -40,6 +43,8 @@ pub struct Shared {
     pub registry: Arc<Registry>,
     pub admission: Admission,
     pub keys: Keys,
+    pub resume_keys: ResumeKeys,
+    pub fences: Fences,
     pub prefixes: Mutex<PrefixIndex>,
     /// Owns the task of every request.
     pub requests: TaskTracker,
@@ -163,25 +168,46 @@ impl Frontend {
         }
         validate::check_supported(&request)?;
         let slo = Slo::from_wire(request.slo.as_ref(), "slo")?;
-        let model = shared.workers.model(&request.model)?;
+        let claims = match &request.resume {
+            Some(resume) => {
+                let keys = &shared.resume_keys;
+                Some(keys.open(&resume.resume_token, &call.tenant, unix_seconds())?)
+            }
+            None => None,
+        };
+        let model = match &claims {
+            Some(claims) => resuming::model(&shared.workers, &request.model, claims)?,
+            None => shared.workers.model(&request.model)?,
+        };
         validate::check_sampling_early(request.sampling.as_ref(), &model)?;
         let min_tokens = request.sampling.as_ref().and_then(|s| s.min_tokens);
         let rules = validate::stop_rules(&request, min_tokens.unwrap_or(0))?;
         let mut permit = shared.admission.enter(&call.tenant)?;
         let admitted = Instant::now();
 
-        let created = unix_seconds();
+        let created = claims
+            .as_ref()
+            .map_or_else(unix_seconds, |claims| claims.created);
         let given = if call.request_id.is_empty() {
             &request.request_id
         } else {
             &call.request_id
         };
         let unique: u64 = rand::random();
-        let request_id = format!("{}-{unique:016x}", validate::clean_request_id(given));
+        let request_id = match &claims {
+            Some(claims) => claims.request_id.clone(),
+            None => format!("{}-{unique:016x}", validate::clean_request_id(given)),
+        };
+        let generation = resuming::generation(claims.as_ref());
         let exact = request.exact.unwrap_or(shared.config.exact);
         let use_cache = request.use_cache.unwrap_or(true);
-        let wire_sampling = request.sampling.clone();
+        let mut wire_sampling = request.sampling.clone().unwrap_or_default();
+        if let Some(claims) = &claims {
+            resuming::fill_in(&mut wire_sampling, claims)?;
+        }
+        let received = request.resume.as_ref().map(|resume| resume.choices.clone());
         let prompt = validate::prompt(request, created)?;
+        let prompt_field = prompt.field();
         let tokenizer = Arc::clone(&model.tokenizer);
         let encoding = tokio::task::spawn_blocking(move || prompt.encode(&tokenizer));
         let prompt = tokio::time::timeout_at(deadline, encoding)
@@ -195,10 +221,27 @@ impl Frontend {
             .map_err(|error| validate::lost_thread(&error))??;
         let tokenized = Instant::now();
 
+        if let Some(claims) = &claims {
+            resuming::check_prompt(claims, prompt_field, &prompt)?;
+        }
         let sampling =
-            validate::sampling(wire_sampling.as_ref(), prompt.len(), &model, rand::random())?;
+            validate::sampling(Some(&wire_sampling), prompt.len(), &model, rand::random())?;
+        let resumed = match (&claims, received) {
+            (Some(claims), Some(choices)) => {
+                check_parameters(claims, &sampling, &rules)?;
+                resuming::check_received(&choices, &sampling, model.tokenizer.size())?;
+                Some(Resumed {
+                    numerics: claims.numerics(),
+                    choices,
+                })
+            }
+            _ => None,
+        };
         permit.charge(prompt.len() as u64)?;
+        let fenced = shared.fences.enter(&request_id, generation)?;
         Ok(Job {
+            fenced,
+            resumed,
             request_id: RequestId(request_id),
             created,
             tenant: call.tenant,
@@ -331,7 +374,8 @@ impl Frontend {
     }
 }
 
-fn unix_seconds() -> i64 {
+/// The time of day.
+pub(crate) fn unix_seconds() -> i64 {
     let now = SystemTime::now().duration_since(UNIX_EPOCH);
     now.map_or(0, |since| {
         i64::try_from(since.as_secs()).unwrap_or(i64::MAX)

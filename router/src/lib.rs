@@ -25,6 +25,7 @@ pub mod grpc;
 pub mod http;
 pub mod placement;
 pub mod request;
+pub mod resume;
 pub mod shell;
 pub mod text;
 pub mod validate;

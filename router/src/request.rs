@@ -143,6 +143,14 @@ impl Request {
         }
     }
 
+    /// A choice begins with these tokens, which its client says it was sent. To be
+    /// called before [`Event::Begin`].
+    pub fn take_over(&mut self, choice: u32, ids: Vec<TokenId>) {
+        if let Some(log) = self.logs.get_mut(choice as usize) {
+            *log = TokenLog::claimed(choice, self.spec.max_tokens, ids);
+        }
+    }
+
     /// Where the request is.
     pub fn stage(&self) -> Stage {
         self.stage
@@ -177,8 +185,9 @@ impl Request {
             Event::Begin => self.place(&mut out),
             Event::Placed(Ok(placement)) => self.placed(now, placement, &mut out),
             Event::Placed(Err(error)) => {
-                let error = self.last_error.take().unwrap_or(error);
-                self.fail(error, &mut out);
+                // Why nobody may go on says more than why the last one did not.
+                let last = self.last_error.take().filter(|_| error.field.is_empty());
+                self.fail(last.unwrap_or(error), &mut out);
             }
             Event::Decode { session, event } => {
                 if self
@@ -491,6 +500,11 @@ impl Request {
     }
 
     fn conflict(&mut self, conflict: &Conflict, out: &mut Vec<Action>) {
+        if let Conflict::Claimed { choice, .. } = conflict {
+            let field = format!("resume.choices[{choice}].token_ids");
+            let error = Error::invalid(field, conflict.to_string());
+            return self.fail(error.with_reason("RESUME_MISMATCH"), out);
+        }
         out.push(Action::CountConflict);
         self.fail(Error::new(ErrorKind::Internal, conflict.to_string()), out);
     }

@@ -20,6 +20,8 @@ use crate::config::RouterConfig;
 use crate::frontend::{Frontend, Shared};
 use crate::placement::LeastTokens;
 use crate::placement::prefix_index::PrefixIndex;
+use crate::resume::ResumeKeys;
+use crate::resume::fences::Fences;
 use crate::workers::{Follower, Workers};
 
 /// A running router. Dropping it ends every request and aborts the rest;
@@ -50,6 +52,8 @@ impl Router {
             }),
             admission: Admission::new(&config, metrics.clone()),
             keys: Keys::new(&config.api_keys),
+            resume_keys: ResumeKeys::new(&config.resume_keys),
+            fences: Fences::default(),
             prefixes: Mutex::new(PrefixIndex::new(config.prefix_spans_max)),
             metrics,
             registry: Arc::new(registry),

@@ -121,4 +121,4 @@ impl ChoiceText {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

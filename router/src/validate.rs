@@ -39,9 +39,6 @@ pub fn check_supported(request: &v1::GenerateRequest) -> Result<(), Error> {
     if !request.adapter.is_empty() {
         return refused("adapter", "adapters are not supported");
     }
-    if request.resume.is_some() {
-        return refused("resume", "resuming a stream is not supported");
-    }
     Ok(())
 }
 
@@ -130,6 +127,14 @@ pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
 }
 
 impl Prompt {
+    /// The request's field that it came from.
+    pub fn field(&self) -> &'static str {
+        match self {
+            Self::Text(_) | Self::Tokens(_) => "prompt",
+            Self::Chat(_) => "messages",
+        }
+    }
+
     /// The prompt's tokens, at least one. CPU bound.
     ///
     /// # Errors
@@ -261,10 +266,6 @@ mod tests {
         );
         assert_eq!(unsupported(|r| r.priority = 1), "priority");
         assert_eq!(unsupported(|r| r.adapter = "a".into()), "adapter");
-        assert_eq!(
-            unsupported(|r| r.resume = Some(v1::Resume::default())),
-            "resume"
-        );
     }
 
     fn stop_error(stop: Vec<String>) -> String {

@@ -17,7 +17,7 @@ use baton_observability::labels::{MemberState, PoolRole};
 use baton_observability::{Readiness, RouterMetrics};
 use baton_proto::model_card::ModelCard;
 use baton_proto::protocol::ProtocolVersion;
-use baton_proto::{Error, ErrorKind, v1};
+use baton_proto::{Error, ErrorKind, ModelRevision, v1};
 use baton_tokenizer::Tokenizer;
 use tokio::sync::watch;
 use tonic::transport::Channel;
@@ -208,6 +208,15 @@ impl Workers {
         self.current()
             .values()
             .filter(|worker| worker.card.revision == card.revision && worker.is_ready())
+            .cloned()
+            .collect()
+    }
+
+    /// Every worker of a model revision, whatever its state.
+    pub fn of_revision(&self, revision: &ModelRevision) -> Vec<Arc<Worker>> {
+        let current = self.current();
+        let all = current.values();
+        all.filter(|worker| worker.card.revision == *revision)
             .cloned()
             .collect()
     }

@@ -78,9 +78,11 @@ impl Driver {
         let job = &self.job;
         // A later attempt has its own name at workers, since one that is being torn
         // down may still hold the first.
-        let request_id = match attempt {
-            1 => job.request_id.0.clone(),
-            later => format!("{}.{later}", job.request_id),
+        let generation = job.fenced.generation();
+        let request_id = match (&job.resumed, attempt) {
+            (Some(_), attempt) => format!("{}.{generation:x}.{attempt}", job.request_id),
+            (None, 1) => job.request_id.0.clone(),
+            (None, later) => format!("{}.{later}", job.request_id),
         };
         let left = job.deadline.saturating_duration_since(Instant::now());
         v1::WorkRequest {
@@ -97,6 +99,7 @@ impl Driver {
             deadline_ms: Some(left.as_millis() as u64),
             adapter: String::new(),
             slo: job.slo.to_wire(),
+            fence: Some(self.fence()),
         }
     }
 

@@ -168,6 +168,24 @@ impl PrefillSession {
     }
 }
 
+/// Has a worker end the work of older attempts of a client's request.
+///
+/// # Errors
+/// The worker's, or that it cannot be reached.
+pub async fn raise_fence(worker: Arc<Worker>, fence: v1::Fence) -> Result<(), Error> {
+    let request = v1::CancelRequest {
+        fence: Some(fence),
+        ..v1::CancelRequest::default()
+    };
+    let channel = worker.channel.clone();
+    let raised = if worker.role.prefills() {
+        PrefillWorkerClient::new(channel).cancel(request).await
+    } else {
+        DecodeWorkerClient::new(channel).cancel(request).await
+    };
+    raised.map(drop).map_err(|status| from_status(&status))
+}
+
 fn command(command: v1::decode_command::Command) -> v1::DecodeCommand {
     v1::DecodeCommand {
         command: Some(command),

@@ -34,6 +34,11 @@ pub(crate) struct CompletionLogprobs {
 }
 
 impl CompletionLogprobs {
+    /// The first token pushed stands behind this many characters.
+    pub(crate) fn begin_at(&mut self, characters: usize) {
+        self.offset = self.offset.max(characters);
+    }
+
     pub(crate) fn push(&mut self, tokenizer: &Tokenizer, id: u32, logprobs: &v1::Logprobs) {
         let text = tokenizer.token_text(id);
         self.text_offset.push(self.offset);

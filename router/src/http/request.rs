@@ -9,6 +9,7 @@ use baton_proto::{Error, limits, v1};
 use serde_json::Value;
 
 use super::wire;
+use crate::resume::from_hex;
 
 /// A call, translated.
 #[derive(Debug)]
@@ -99,6 +100,7 @@ impl Call {
             exact: body.exact,
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
+            resume: resume(body.resume, &shape, 1)?,
             ..v1::GenerateRequest::default()
         };
         Ok(Self {
@@ -130,6 +132,8 @@ impl Call {
             body.logprobs,
         )?;
         let stop = body.stop.map(wire::Stop::into_vec).unwrap_or_default();
+        let prompts = prompts(body.prompt)?;
+        let resume = resume(body.resume, &shape, prompts.len())?;
         let request = |prompt| v1::GenerateRequest {
             model: body.model.clone().unwrap_or_default(),
             prompt: Some(prompt),
@@ -139,11 +143,47 @@ impl Call {
             exact: body.exact,
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
+            resume: resume.clone(),
             ..v1::GenerateRequest::default()
         };
-        let requests = prompts(body.prompt)?.into_iter().map(request).collect();
+        let requests = prompts.into_iter().map(request).collect();
         Ok(Self { requests, shape })
     }
+}
+
+/// What is to be resumed: one stream, as a stream. Logprobs are told apart by token,
+/// so a client that reads them has to have counted.
+fn resume(
+    given: Option<wire::Resume>,
+    shape: &Shape,
+    prompts: usize,
+) -> Result<Option<v1::Resume>, Error> {
+    let Some(given) = given else {
+        return Ok(None);
+    };
+    if !shape.stream {
+        return Err(Error::invalid("resume", "needs `stream: true`"));
+    }
+    if prompts != 1 {
+        let message = format!("resumes one prompt, {prompts} were sent");
+        return Err(Error::invalid("resume", message));
+    }
+    for (index, choice) in given.choices.iter().enumerate() {
+        let counted = choice.tokens_received.is_some() || choice.token_ids.is_some();
+        if shape.logprobs && !counted && choice.text_bytes_received > 0 {
+            let field = format!("resume.choices[{index}].tokens_received");
+            return Err(Error::invalid(field, "is needed beside logprobs"));
+        }
+    }
+    let choices = given.choices.into_iter().map(|choice| v1::ResumeChoice {
+        tokens_received: choice.tokens_received,
+        text_bytes_received: choice.text_bytes_received,
+        token_ids: choice.token_ids.unwrap_or_default(),
+    });
+    Ok(Some(v1::Resume {
+        resume_token: from_hex(&given.resume_token)?,
+        choices: choices.collect(),
+    }))
 }
 
 /// A conversation as the template gets it.

@@ -1,6 +1,7 @@
 //! An answer as server-sent events.
 //!
-//! Each event is one JSON chunk. Order per choice: a first chunk with the role
+//! Each event is one JSON chunk. The first one also carries `baton`, with what
+//! [resumes](crate::resume) the stream at another router. Order per choice: a first chunk with the role
 //! (chat), chunks with text, one chunk without text that carries the finish reason.
 //! Then the usage chunk if it was asked for, then `[DONE]`. After an error object
 //! nothing follows, no finish reason and no `[DONE]`, so that a broken answer never
@@ -22,6 +23,7 @@ use super::fault;
 use super::logprobs::{CompletionLogprobs, chat_entry};
 use super::request::Shape;
 use crate::frontend::GenerateStream;
+use crate::resume::to_hex;
 
 /// Starts the stream. Dropping the response cancels every request behind it.
 pub(crate) fn respond(
@@ -86,6 +88,9 @@ struct Renderer {
     id: String,
     created: i64,
     model: String,
+    /// Sent with the first chunk of an answer to one prompt: what resumes it.
+    extension: Option<Value>,
+    one_prompt: bool,
     usage: v1::Usage,
     completion_logprobs: Vec<CompletionLogprobs>,
 }
@@ -103,12 +108,24 @@ impl Renderer {
             id: String::new(),
             created: 0,
             model: String::new(),
+            extension: None,
+            one_prompt: prompts == 1,
             usage: v1::Usage::default(),
             completion_logprobs,
         }
     }
 
     fn render(&mut self, first_choice: u32, event: v1::GenerateEvent) -> Vec<Value> {
+        let mut chunks = self.render_event(first_choice, event);
+        if let Some(first) = chunks.first_mut()
+            && let Some(extension) = self.extension.take()
+        {
+            first["baton"] = extension;
+        }
+        chunks
+    }
+
+    fn render_event(&mut self, first_choice: u32, event: v1::GenerateEvent) -> Vec<Value> {
         match event.event {
             Some(v1::generate_event::Event::Accepted(accepted)) => {
                 self.accept(accepted);
@@ -162,6 +179,12 @@ impl Renderer {
             self.id = format!("{prefix}-{}", accepted.request_id);
             self.created = accepted.created;
             self.model = accepted.model;
+            self.extension = self.one_prompt.then(|| {
+                json!({
+                    "resume_token": to_hex(&accepted.resume_token),
+                    "seed": accepted.seed,
+                })
+            });
         }
     }
 
@@ -179,6 +202,7 @@ impl Renderer {
         let Some(growing) = self.completion_logprobs.get_mut(choice as usize) else {
             return Value::Null;
         };
+        growing.begin_at(tokens.characters_before as usize);
         for (id, logprobs) in pairs {
             growing.push(&self.tokenizer, *id, logprobs);
         }

@@ -42,6 +42,24 @@ impl Slo {
     }
 }
 
+/// What a client has of a stream that broke off; an extension of the public API.
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Resume {
+    /// Hexadecimal, from the first chunk's `baton.resume_token`.
+    pub(crate) resume_token: String,
+    pub(crate) choices: Vec<ResumeChoice>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct ResumeChoice {
+    pub(crate) tokens_received: Option<u32>,
+    #[serde(default)]
+    pub(crate) text_bytes_received: u64,
+    pub(crate) token_ids: Option<Vec<u32>>,
+}
+
 /// One stop string or several.
 #[derive(Debug, Deserialize)]
 #[serde(untagged, expecting = "a string or a list of strings")]
@@ -103,6 +121,7 @@ pub(crate) struct ChatCompletion {
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
     pub(crate) slo: Option<Slo>,
+    pub(crate) resume: Option<Resume>,
 
     pub(crate) response_format: Option<Value>,
     pub(crate) tools: Refused,
@@ -161,6 +180,7 @@ pub(crate) struct Completion {
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
     pub(crate) slo: Option<Slo>,
+    pub(crate) resume: Option<Resume>,
 
     pub(crate) best_of: Option<u32>,
     pub(crate) echo: Option<bool>,

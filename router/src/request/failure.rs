@@ -6,6 +6,7 @@
 
 use std::time::Duration;
 
+use baton_proto::live_requests::RESUMED_ELSEWHERE;
 use baton_proto::{Error, ErrorKind};
 
 use super::{Action, Prefilling, Request, Stage, TokenLog, WorkerKey};
@@ -31,6 +32,9 @@ const RETRY_AFTER_DEFAULT: Duration = Duration::from_secs(1);
 fn attribute(role: &str, worker: &WorkerKey, mut error: Error) -> Error {
     // What is wrong with a handoff is never the request's fault.
     let handoff = error.reason.starts_with("HANDOFF");
+    if error.reason == RESUMED_ELSEWHERE {
+        return error;
+    }
     if is_final(error.kind) && !handoff {
         if let Some(field) = error.field.strip_prefix("work.") {
             error.field = field.to_owned();
@@ -113,7 +117,8 @@ impl Request {
             self.fail_late(out);
             return false;
         }
-        if is_final(error.kind) || self.failures >= self.spec.attempts_max {
+        let given_away = error.reason == RESUMED_ELSEWHERE;
+        if given_away || is_final(error.kind) || self.failures >= self.spec.attempts_max {
             self.fail(error, out);
             return false;
         }

@@ -22,6 +22,13 @@ pub enum Conflict {
         ours: TokenId,
         theirs: TokenId,
     },
+    #[error("choice {choice} index {index}: the client claims token {claimed}, {drawn} was drawn")]
+    Claimed {
+        choice: u32,
+        index: u32,
+        claimed: TokenId,
+        drawn: TokenId,
+    },
     #[error("choice {choice}: a worker reported token index {index}, max_tokens is {max_tokens}")]
     BeyondMax {
         choice: u32,
@@ -54,6 +61,8 @@ pub struct TokenLog {
     /// An end that was announced for a length not reached yet.
     announced: Option<(FinishReason, u32)>,
     finished: Option<FinishReason>,
+    /// The tokens are a client's word; no worker has drawn the last one yet.
+    claimed: bool,
 }
 
 impl TokenLog {
@@ -66,6 +75,16 @@ impl TokenLog {
             held: BTreeMap::new(),
             announced: None,
             finished: None,
+            claimed: false,
+        }
+    }
+
+    /// A log that begins with what a client says it was sent. At most `max_tokens` ids.
+    pub fn claimed(choice: u32, max_tokens: u32, ids: Vec<TokenId>) -> Self {
+        Self {
+            claimed: !ids.is_empty(),
+            sent: ids,
+            ..Self::new(choice, max_tokens)
         }
     }
 
@@ -92,9 +111,10 @@ impl TokenLog {
 
     /// What a new worker is made to repeat: all of it, or all but the last token
     /// when nothing would be left to draw. The worker draws that one again and
-    /// says how the choice ended.
+    /// says how the choice ended. A client's last token is drawn again as well, since
+    /// the choice may have ended with it, and to see that it is right.
     pub fn forced(&self) -> &[TokenId] {
-        let over = self.finished.is_some() || self.len() == self.max_tokens;
+        let over = self.finished.is_some() || self.len() == self.max_tokens || self.claimed;
         &self.sent[..self.sent.len() - usize::from(over)]
     }
 
@@ -147,7 +167,14 @@ impl TokenLog {
             }
         };
         let index = index as u32;
+        let claimed = self.claimed && index + 1 == self.len();
         match known {
+            Some(ours) if ours != drawn.0.id && claimed => Err(Conflict::Claimed {
+                choice: self.choice,
+                index,
+                claimed: ours,
+                drawn: drawn.0.id,
+            }),
             Some(ours) if ours != drawn.0.id => Err(Conflict::Token {
                 choice: self.choice,
                 index,
@@ -155,6 +182,7 @@ impl TokenLog {
                 theirs: drawn.0.id,
             }),
             Some(_) => {
+                self.claimed &= !claimed;
                 // The second source may know that the choice ends here.
                 if u64::from(index) + 1 == self.sent.len() as u64 && self.finished.is_none() {
                     self.finished = drawn.1;
@@ -203,6 +231,7 @@ impl TokenLog {
     /// what was logged past it never counts.
     pub fn stop_at(&mut self, output_tokens: u32) {
         self.sent.truncate(output_tokens as usize);
+        self.claimed = false;
         self.held.clear();
         self.finished = Some(FinishReason::Stop);
     }

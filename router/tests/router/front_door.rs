@@ -87,8 +87,8 @@ async fn wrong_requests_are_refused_by_name_and_reach_no_worker() {
         ),
         (
             with(&|r| r.resume = Some(v1::Resume::default())),
-            ErrorKind::Unsupported,
-            "resume",
+            ErrorKind::Invalid,
+            "resume.resume_token",
         ),
         (
             with(&|r| r.response_format = Some(v1::ResponseFormat::default())),

@@ -5,4 +5,5 @@ mod cluster;
 mod faults;
 mod front_door;
 mod requests;
+mod resume;
 mod workers;

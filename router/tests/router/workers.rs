@@ -10,18 +10,20 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use baton_membership::{Capacity, Role, WorkerRecord, WorkerState};
 use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
+use baton_proto::live_requests::{LiveRequests, Stop};
 use baton_proto::model_card::ModelCard;
-use baton_proto::status::to_status;
+use baton_proto::status::{to_detail, to_status};
 use baton_proto::tokenizer_spec::{
     ChatTemplate, TokenEntry, TokenKind, TokenizerModel, TokenizerSpec,
 };
 use baton_proto::v1::decode_worker_server::{DecodeWorker, DecodeWorkerServer};
 use baton_proto::v1::prefill_worker_server::{PrefillWorker, PrefillWorkerServer};
+use baton_proto::work::WorkOrder;
 use baton_proto::worker_info::{self, WorkerInfo};
 use baton_proto::{Epoch, Error, ErrorKind, NumericsId, protocol, transport, v1};
 use tokio::sync::{mpsc, oneshot, watch};
@@ -72,12 +74,17 @@ pub struct Script {
     /// Calls whose router went away or cancelled before their end.
     pub cancelled: AtomicU32,
     pub running: AtomicI64,
+    live: Mutex<LiveRequests>,
     lane: DataLane,
 }
 
 impl Script {
     fn act(&self) -> Act {
         self.act.lock().unwrap().clone()
+    }
+
+    fn live(&self) -> MutexGuard<'_, LiveRequests> {
+        self.live.lock().unwrap()
     }
 
     pub fn set(&self, act: Act) {
@@ -188,6 +195,7 @@ impl Worker {
             cancelled_choices: Mutex::default(),
             cancelled: AtomicU32::new(0),
             running: AtomicI64::new(0),
+            live: Mutex::default(),
             lane: lane.clone(),
         });
         let (state, state_rx) = watch::channel(worker_info::WorkerState::Ready);
@@ -331,6 +339,7 @@ impl Service {
         start: v1::DecodeStart,
         mut commands: Streaming<v1::DecodeCommand>,
         events: Events,
+        stop: Stop,
     ) {
         use v1::decode_command::Command;
         let mut running = Running::new(&self.script);
@@ -362,6 +371,11 @@ impl Service {
                 let _ = events.send(Ok(event(v1::decode_event::Event::Ended(v1::Ended::default())))).await;
             }
             () = events.closed() => {}
+            () = stop.stopped() => {
+                let error = stop.reason().as_ref().map(to_detail);
+                let ended = v1::decode_event::Event::Ended(v1::Ended { error });
+                let _ = events.send(Ok(event(ended))).await;
+            }
         }
     }
 
@@ -588,18 +602,30 @@ impl DecodeWorker for Service {
             return Err(Status::invalid_argument("no start"));
         };
         let work = start.work.as_ref().unwrap();
-        baton_proto::work::WorkOrder::from_wire(work.clone(), self.info.epoch, &self.info.card)
+        let order = WorkOrder::from_wire(work.clone(), self.info.epoch, &self.info.card)
             .map_err(|error| to_status(&error))?;
+        let script = Arc::clone(&self.script);
+        let id = order.request_id;
+        let started = script.live().start(&id, order.fence, Instant::now());
+        let stop = started.map_err(|error| to_status(&error))?;
         let (tx, rx) = mpsc::channel(8);
-        tokio::spawn(Service::decode(self.clone(), start, commands, tx));
+        let running = Service::decode(self.clone(), start, commands, tx, stop);
+        tokio::spawn(async move {
+            running.await;
+            script.live().end(&id);
+        });
         Ok(Response::new(Box::pin(ReceiverStream::new(rx))))
     }
 
     async fn cancel(
         &self,
-        _: Request<v1::CancelRequest>,
+        request: Request<v1::CancelRequest>,
     ) -> Result<Response<v1::CancelResponse>, Status> {
-        Ok(Response::new(v1::CancelResponse { known: false }))
+        let known = self
+            .script
+            .live()
+            .take_cancel(request.into_inner(), Instant::now());
+        Ok(Response::new(v1::CancelResponse { known }))
     }
 
     async fn drain(
