@@ -10,7 +10,7 @@
 //! ```text
 //! let kernels = Kernels::new(Isa::detect(), threads)?;         one per engine, used by one thread at a time
 //! let mut memory = WeightMemory::new();                        one per model
-//! let qkv     = PackedMatrix::pack_in(&[q, k, v], &mut memory)?; once per weight matrix, at load, in the order of use
+//! let qkv     = kernels.pack(&[q, k, v], &mut memory)?;        once per weight matrix, at load, in the order of use
 //! let rope    = RopeTable::new(dims, base, max_positions, &factors, attn_factor)?;
 //! let kv      = unsafe { KvView::new(base, KvShape { .. }) }?; once per KvGroup
 //! let mut scratch = Scratch::new();                            one per engine, grows to its largest step

@@ -19,13 +19,15 @@
 //!   6-bit codes:  nibbles, then two lines of four 2-bit fields: field k of line h are bits 4 and 5 of line j=4h+k
 //! ```
 //!
-//! So a matrix takes the bits it has in the file (but for padding), which is what bounds decoding. This file does not
-//! multiply anything but a scale with its factor.
+//! So a matrix takes the bits it has in the file (but for padding), which is what bounds decoding. `pack` fills tiles.
+//! This file does not multiply anything but a scale with its factor.
+
+mod pack;
 
 use half::f16;
 
 use crate::Error;
-use crate::format::{self, DecodedBlock, WeightType, decode_block, dequantized};
+use crate::format::{self, WeightType, dequantized};
 use crate::memory::{Region, WeightMemory};
 
 /// Rows of a tile: the f32 lanes of the widest vector.
@@ -124,22 +126,8 @@ impl Segment {
 }
 
 impl PackedMatrix {
-    /// As [`pack_in`](Self::pack_in), in memory of its own.
-    ///
-    /// # Errors
-    /// As [`pack_in`](Self::pack_in).
-    pub fn pack(sources: &[MatrixSource<'_>]) -> Result<PackedMatrix, Error> {
-        PackedMatrix::pack_in(sources, &mut WeightMemory::new())
-    }
-
-    /// Repacks sources stacked along rows. They share `cols` and may differ in type. Matrices of one model are packed
-    /// in the order of their use, so that reading one leads into the next.
-    ///
-    /// # Errors
-    /// [`Error::EmptyMatrix`], [`Error::ColumnsDiffer`], [`Error::ColumnsNotBlocks`], [`Error::ByteLength`],
-    /// [`Error::TooLarge`], [`Error::Memory`]. Memory is only asked for once all sources have been checked, and is at most four times
-    /// theirs plus one tile each.
-    pub fn pack_in(
+    /// Checks the sources and takes the memory they need, all zeros.
+    fn lay_out(
         sources: &[MatrixSource<'_>],
         memory: &mut WeightMemory,
     ) -> Result<PackedMatrix, Error> {
@@ -168,28 +156,10 @@ impl PackedMatrix {
         let bytes = segments
             .last()
             .map_or(0, |s| s.offset + s.tiles * s.tile_bytes);
-        let mut region = memory.take(bytes)?;
-        let packed = region.bytes_mut();
-        for (segment, source) in segments.iter().zip(sources) {
-            let tiles = &mut packed[segment.offset..][..segment.tiles * segment.tile_bytes];
-            let row_bytes = source.bytes.len() / source.rows;
-            for (tile, rows) in tiles
-                .chunks_exact_mut(segment.tile_bytes)
-                .zip(source.bytes.chunks(row_bytes * LANES))
-            {
-                for (lane, row) in rows.chunks_exact(row_bytes).enumerate() {
-                    if segment.ty.is_quantized() {
-                        pack_quantized_row(segment, row, lane, tile);
-                    } else {
-                        pack_float_row(segment.ty.block_bytes(), row, lane, tile);
-                    }
-                }
-            }
-        }
         let rows = segments.iter().map(|s| s.rows).sum();
         Ok(PackedMatrix {
             segments,
-            packed: region,
+            packed: memory.take(bytes)?,
             rows,
             cols,
         })
@@ -275,22 +245,6 @@ impl PackedMatrix {
     }
 }
 
-/// Adds the code of a column to a tile's codes, which are zero there.
-fn put_code(bits: usize, codes: &mut [u8], col: usize, lane: usize, code: u8) {
-    let group = &mut codes[col / GROUP * codes_per_group_of_bits(bits)..];
-    let (line, byte) = (col % GROUP / 4, lane * 4 + col % 4);
-    if bits == 8 {
-        group[line * 64 + byte] = code;
-        return;
-    }
-    group[line % 4 * 64 + byte] |= (code & 15) << (line / 4 * 4);
-    match bits {
-        5 => group[256 + byte] |= (code >> 4) << line,
-        6 => group[256 + line / 4 * 64 + byte] |= (code >> 4) << (line % 4 * 2),
-        _ => {}
-    }
-}
-
 pub(crate) fn code_at(segment: &Segment, tile: &[u8], col: usize, lane: usize) -> u8 {
     let bits = segment.ty.code_bits();
     let group = &tile[segment.codes_offset + col / GROUP * codes_per_group_of_bits(bits)..];
@@ -346,56 +300,3 @@ fn k_codes_place(ty: WeightType, col: usize, lane: usize) -> (usize, usize) {
     let second = if ty.is_affine() { 0 } else { col % GROUP / 16 };
     (pair + second * LANES, pair + LANES)
 }
-
-fn pack_quantized_row(segment: &Segment, row: &[u8], lane: usize, tile: &mut [u8]) {
-    let ty = segment.ty;
-    let bits = ty.code_bits();
-    let groups = ty.block_elements() / ty.group();
-    let mut decoded = DecodedBlock::default();
-    // Exact: the value was an f16 in the file.
-    let half = |value: f32| f16::from_f32(value).to_ne_bytes();
-    for (block, bytes) in row.chunks_exact(ty.block_bytes()).enumerate() {
-        decode_block(ty, bytes, &mut decoded);
-        let first = block * ty.block_elements();
-        if ty.has_scale_codes() {
-            let at = block * block_k_scales(ty) + 2 * lane;
-            tile[at..at + 2].copy_from_slice(&half(decoded.factor));
-            if ty.is_affine() {
-                let at = at + 2 * LANES;
-                tile[at..at + 2].copy_from_slice(&half(decoded.min_factor));
-            }
-            for g in 0..groups {
-                let (scale, min) = k_codes_place(ty, first + g * ty.group(), lane);
-                tile[scale] = decoded.scale_codes[g] as u8;
-                if ty.is_affine() {
-                    tile[min] = decoded.min_codes[g] as u8;
-                }
-            }
-        } else {
-            let planes = if ty.is_affine() { 2 } else { 1 };
-            let at = (block * planes * LANES + lane) * 2;
-            tile[at..at + 2].copy_from_slice(&half(decoded.scales[0]));
-            if ty.is_affine() {
-                let at = at + 2 * LANES;
-                tile[at..at + 2].copy_from_slice(&half(decoded.mins[0]));
-            }
-        }
-        let codes = &mut tile[segment.codes_offset..];
-        for (i, code) in decoded.codes[..ty.block_elements()].iter().enumerate() {
-            put_code(bits, codes, first + i, lane, *code);
-        }
-    }
-}
-
-fn pack_float_row(size: usize, row: &[u8], lane: usize, tile: &mut [u8]) {
-    for (k, value) in row.chunks_exact(size).enumerate() {
-        let to = &mut tile[(k * LANES + lane) * size..][..size];
-        to.copy_from_slice(value);
-    }
-}
-
-// Files are little-endian and float weights are copied as they are.
-const _: () = assert!(
-    cfg!(target_endian = "little"),
-    "packed weights assume little-endian"
-);

@@ -11,7 +11,9 @@
 use std::borrow::Cow;
 use std::path::Path;
 
-use baton_kernels::{MatrixSource, PackedMatrix, RopeTable, WeightMemory, WeightType};
+use baton_kernels::{
+    Isa, Kernels, MatrixSource, PackedMatrix, RopeTable, WeightMemory, WeightType,
+};
 
 use super::config::ModelConfig;
 use super::error::Error;
@@ -100,12 +102,14 @@ pub(crate) fn load(
     let total = tensors.bytes();
     check_rope_bytes(tensors.origin(), config, total)?;
     let ropes = ropes(tensors.origin(), config)?;
+    let kernels = packers(tensors.origin())?;
     let mut loader = Loader {
         config,
         names,
         norm_offset,
         format,
         tensors: &mut tensors,
+        kernels,
         memory: WeightMemory::new(),
         layer: 0,
         total,
@@ -131,6 +135,13 @@ pub(crate) fn load(
         output,
         ropes,
     })
+}
+
+/// Loading comes before any engine, so it has threads of its own: one per core it may use.
+fn packers(path: &Path) -> Result<Kernels, Error> {
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    Kernels::new(Isa::detect(), threads)
+        .map_err(|error| Error::io(path, "start threads to pack", std::io::Error::other(error)))
 }
 
 /// The tables of rotation angles are the one thing whose size follows from a number in
@@ -176,6 +187,8 @@ struct Loader<'l, 'a> {
     norm_offset: f32,
     format: WeightFormat,
     tensors: &'l mut Tensors<'a>,
+    /// The threads that pack, for as long as the model loads.
+    kernels: Kernels,
     memory: WeightMemory,
     layer: usize,
     /// Bytes of all tensors, and those last reported as dealt with.
@@ -275,7 +288,9 @@ impl<'a> Loader<'_, 'a> {
 
     fn pack(&mut self, part: &str, sources: &[Source<'_>]) -> Result<PackedMatrix, Error> {
         let sources: Vec<MatrixSource<'_>> = sources.iter().map(Source::borrowed).collect();
-        PackedMatrix::pack_in(&sources, &mut self.memory).map_err(|error| self.refusal(part, error))
+        self.kernels
+            .pack(&sources, &mut self.memory)
+            .map_err(|error| self.refusal(part, error))
     }
 
     /// Queries over keys over values, each head padded by rows of zeros.

@@ -1,8 +1,7 @@
 //! Products that compute their input on the way, or add to their output, against the same in separate passes.
 
 use baton_kernels::{
-    Activation, Input, Kernels, MatrixSource, Output, PackedMatrix, Scratch, WeightMemory,
-    WeightType,
+    Activation, Input, Kernels, MatrixSource, Output, PackedMatrix, Scratch, WeightType,
 };
 use proptest::prelude::*;
 
@@ -24,7 +23,7 @@ fn matrix(random: &mut Random, types: [WeightType; 2], rows: usize, cols: usize)
             bytes,
         })
         .collect();
-    PackedMatrix::pack_in(&sources, &mut WeightMemory::new()).unwrap()
+    PackedMatrix::pack(&sources).unwrap()
 }
 
 fn set(
