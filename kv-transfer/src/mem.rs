@@ -44,7 +44,8 @@ use crate::wake::lock;
 /// Reads one lane does in one turn: few, so that turns of others come in between.
 const READS_MAX: usize = 2;
 
-/// A world of senders, receivers and links between them. Cheap to clone.
+/// A world of senders, receivers and links between them. Cheap to clone. Its senders hold
+/// it as well, so it goes only after [`Network::end`].
 #[derive(Clone)]
 pub struct Network {
     environment: Environment,
@@ -162,6 +163,18 @@ impl Network {
         drop(net);
         // Closing their connections takes locks of its own.
         drop(dead);
+    }
+
+    /// Ends everybody in it.
+    pub fn end(&self) {
+        let mut net = lock(&self.net);
+        let gone = (
+            std::mem::take(&mut net.actors),
+            std::mem::take(&mut net.ports),
+        );
+        drop(net);
+        // Closing their connections takes locks of its own.
+        drop(gone);
     }
 
     /// Something changed from outside: everybody looks again.

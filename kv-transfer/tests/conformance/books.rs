@@ -259,6 +259,7 @@ impl World {
         if let Fabric::Mem { network, .. } = &self.fabric {
             self.verdict.trace = network.trace();
         }
+        self.fabric.end();
         self.verdict
     }
 

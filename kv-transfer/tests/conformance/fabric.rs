@@ -48,6 +48,13 @@ impl Leases {
 }
 
 impl Fabric {
+    /// Lets go of what holds itself.
+    pub fn end(&self) {
+        if let Self::Mem { network, .. } = self {
+            network.end();
+        }
+    }
+
     pub fn now(&self) -> Instant {
         match self {
             Self::Mem { network, .. } => network.now(),

@@ -43,11 +43,13 @@ fn clean(seed: u64) -> Clean {
     let (mut world, _) = begin(seed, Protections::ALL, |_| {});
     let started = world.now();
     world.run(|_| false);
-    Clean {
+    let clean = Clean {
         frames: world.frames().max(1),
         steps: world.steps,
         duration: world.now() - started,
-    }
+    };
+    world.fabric.end();
+    clean
 }
 
 /// One run of one kind.
