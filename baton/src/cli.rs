@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_engine::model::WeightFormat;
+use baton_kv_transfer::TransportChoice;
 use baton_observability::logging::LogFormat;
 use baton_proto::kv_layout::KvDtype;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
@@ -370,6 +371,18 @@ pub struct WorkerTlsArgs {
     pub worker_tls_name: Option<String>,
 }
 
+/// How KV goes from prefill to decode workers.
+#[derive(Clone, Copy, Debug, Args)]
+#[command(next_help_heading = "KV transport")]
+pub struct TransportArgs {
+    /// How KV goes to or comes from other processes: auto (decode workers of the same host
+    /// and user read it from the prefill worker's memory, all others get it over TCP),
+    /// shared-memory (never over TCP; workers elsewhere are refused), or tcp (no memory is
+    /// shared). Which one carried the bytes is a label of baton_kv_transfer_bytes_total.
+    #[arg(long, env = "BATON_KV_TRANSPORT", default_value = "auto")]
+    pub kv_transport: TransportChoice,
+}
+
 #[derive(Clone, Debug, Args)]
 pub struct PrefillRoleArgs {
     #[command(flatten)]
@@ -378,6 +391,8 @@ pub struct PrefillRoleArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub worker: WorkerArgs,
+    #[command(flatten)]
+    pub transport: TransportArgs,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]
@@ -401,6 +416,8 @@ pub struct DecodeRoleArgs {
     pub model: ModelArgs,
     #[command(flatten)]
     pub worker: WorkerArgs,
+    #[command(flatten)]
+    pub transport: TransportArgs,
     /// Address that prefill workers send KV to; port 0 takes a free one.
     #[arg(long, env = "BATON_DATA_LISTEN", default_value = "127.0.0.1:0", value_parser = address)]
     pub data_listen: SocketAddr,

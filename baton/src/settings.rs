@@ -8,6 +8,7 @@ use std::time::Duration;
 use anyhow::{Context as _, bail};
 use baton_decode_worker::DecodeWorkerConfig;
 use baton_engine::config::{EngineConfig, PoolSize, Role};
+use baton_engine::kv::PoolSharing;
 use baton_engine::model::Model;
 use baton_membership::{Credentials, Etcd, EtcdConfig, Membership};
 use baton_prefill_worker::PrefillWorkerConfig;
@@ -217,7 +218,12 @@ pub fn prefill_config(
     let mut engine = engine_config(&args.engine, Role::Prefill, model_name);
     engine.threads = threads(&args.worker);
     engine.cores.clone_from(&args.worker.cores);
+    let kv_transport = args.transport.kv_transport;
+    if kv_transport.shares_memory() {
+        engine.pool_sharing = PoolSharing::Lendable;
+    }
     let mut config = PrefillWorkerConfig::new(worker_id(&args.worker, "prefill"), engine);
+    config.kv_transport = kv_transport;
     config.listen = args.worker.listen;
     config.advertise.clone_from(&args.worker.advertise);
     config.admin_listen = Some(args.worker.admin);
@@ -248,6 +254,7 @@ pub fn decode_config(
     let mut config = DecodeWorkerConfig::new(worker_id(&args.worker, "decode"), engine);
     config.listen = args.worker.listen;
     config.advertise.clone_from(&args.worker.advertise);
+    config.kv_transport = args.transport.kv_transport;
     config.data_listen = Some(args.data_listen);
     config.data_advertise.clone_from(&args.data_advertise);
     config.admin_listen = Some(args.worker.admin);

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use baton_engine::config::EngineConfig;
+use baton_kv_transfer::TransportChoice;
 use baton_proto::WorkerId;
 use baton_proto::transport::TlsSettings;
 
@@ -18,6 +19,8 @@ pub struct DecodeWorkerConfig {
     /// Port that prefill workers of other processes send KV to; `None` takes KV from
     /// this process alone.
     pub data_listen: Option<SocketAddr>,
+    /// How KV of other processes may arrive. Default auto.
+    pub kv_transport: TransportChoice,
     /// `host:port` that prefill workers use; the bound data address if absent.
     pub data_advertise: Option<String>,
     /// HTTP port with /livez, /readyz and /metrics.
@@ -44,6 +47,7 @@ impl DecodeWorkerConfig {
             listen: free,
             advertise: None,
             data_listen: Some(free),
+            kv_transport: TransportChoice::default(),
             data_advertise: None,
             admin_listen: None,
             tls: TlsSettings::default(),

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use baton_engine::api::{Load, StepStatistics};
 use baton_engine::step_time::DeviceRates;
+use baton_kv_transfer::sender::TransportKind;
 use baton_observability::labels::{Direction, FinishedReason, TransferFailure};
 use baton_observability::roofline::Peaks;
 use baton_observability::{BlockFigures, LoadFigures, StepFigures, WorkerMetrics};
@@ -61,10 +62,10 @@ impl Metrics {
         self.0.record_load(&figures, &blocks);
     }
 
-    pub(crate) fn received(&self, bytes: u64, receiving: Duration) {
+    pub(crate) fn received(&self, bytes: u64, transport: TransportKind, receiving: Duration) {
         self.0
             .kv_transfer_bytes
-            .get(Direction::Receive)
+            .get((Direction::Receive, transport.into()))
             .inc_by(bytes);
         self.0
             .kv_transfer

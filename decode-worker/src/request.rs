@@ -288,6 +288,7 @@ impl RequestTask {
                 commit_payload,
                 bytes,
                 receiving,
+                transport,
                 ..
             } => {
                 self.shared.forget_ticket(event.ticket);
@@ -295,7 +296,7 @@ impl RequestTask {
                     Ok(first) => first,
                     Err(error) => return self.orphan(event.attempt, error).await,
                 };
-                self.shared.metrics.received(bytes, receiving);
+                self.shared.metrics.received(bytes, transport, receiving);
                 self.commit(&first, receiving).await
             }
             EventKind::Aborted { reason } => {

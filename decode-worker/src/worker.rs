@@ -220,15 +220,20 @@ impl DecodeWorker {
                 let port = DataPortConfig {
                     address,
                     tls: data_tls,
+                    tcp: config.kv_transport.uses_tcp(),
+                    shared_memory: config.kv_transport.shares_memory(),
                     ..DataPortConfig::default()
                 };
                 Some(DataPort::bind(port, receiver.clone())?)
             }
             None => None,
         };
+        // Without TCP there is none: lanes of this host are found by the process token.
+        let reachable = data_port
+            .as_ref()
+            .filter(|_| config.kv_transport.uses_tcp());
         let data_address = config.data_advertise.clone().unwrap_or_else(|| {
-            data_port
-                .as_ref()
+            reachable
                 .map(|port| port.local_address().to_string())
                 .unwrap_or_default()
         });

@@ -4,6 +4,8 @@ use std::time::Duration;
 
 use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
 
+use crate::kv::PoolSharing;
+
 /// What an engine is for. It decides the scheduling policy and the accepted work.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Role {
@@ -32,6 +34,8 @@ pub struct EngineConfig {
     pub block_size: u32,
     pub kv_dtype: KvDtype,
     pub pool: PoolSize,
+    /// Who can read the pools' memory. Default private.
+    pub pool_sharing: PoolSharing,
     /// Longest prompt plus output; never above the model's own. `None` takes the model's.
     pub context_max: Option<u32>,
     pub limits: Limits,
@@ -101,6 +105,7 @@ impl EngineConfig {
             block_size: 16,
             kv_dtype: KvDtype::F16,
             pool: PoolSize::Tokens(32 * 1024),
+            pool_sharing: PoolSharing::Private,
             context_max: None,
             limits: Limits::default(),
             prefix_cache: true,

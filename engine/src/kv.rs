@@ -1,7 +1,7 @@
 //! KV memory: the pools' bytes, who holds which block, and which prefixes are cached.
 //!
 //! ```text
-//! memory        the bytes: one huge-page region per KvGroup, raw, shared with kernels and lanes
+//! memory        the bytes: one region per KvGroup, raw, for kernels and lanes
 //! block_pool    the state of every block of one group, its eviction and the prefix index
 //! tables        a sequence's blocks in all groups: grow, share, copy on write, look-up
 //! ```
@@ -15,7 +15,7 @@ mod pool_memory;
 pub mod tables;
 
 pub use block_pool::{BlockPool, BlockState};
-pub use memory::{KvMemory, Region};
+pub use memory::{KvMemory, PoolSharing, Region};
 pub use tables::{Hit, Pools, Tables};
 
 /// Why a pool could not be made.

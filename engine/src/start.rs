@@ -37,7 +37,8 @@ impl Engine {
             ))
         };
         let layout = model.kv_layout(config.block_size, config.kv_dtype);
-        let memory = KvMemory::allocate(layout.clone(), &config.pool_blocks(&layout))?;
+        let blocks = config.pool_blocks(&layout);
+        let memory = KvMemory::allocate_as(layout.clone(), &blocks, config.pool_sharing)?;
         let isa = config.isa.unwrap_or_else(Isa::detect);
         let kernels = if config.cores.len() == config.threads {
             Kernels::with_cores(isa, &config.cores)

@@ -30,7 +30,7 @@ const REPEATS: usize = 5;
 fn lendable() -> RegionTable {
     let memory = Arc::new(SharedMemory::new(TOTAL_BYTES as usize).expect("a segment"));
     // SAFETY: only lanes touch it while a transfer runs.
-    vec![unsafe { memory.region() }]
+    vec![unsafe { baton_kv_transfer::region_of(&memory) }]
 }
 
 fn pool() -> RegionTable {

@@ -1,4 +1,5 @@
-//! The TCP port that senders of other processes connect to.
+//! The port that senders of other processes connect to: over TCP, and those of this host
+//! and user over a Unix socket.
 //!
 //! One thread accepts, shakes hands for TLS if there is any, and checks hellos; each authenticated connection becomes a
 //! lane with its own thread, which reads straight into granted blocks.
@@ -36,7 +37,9 @@ const ACCEPTS_MAX: usize = 64;
 /// Limits and times of a data port.
 #[derive(Clone, Debug)]
 pub struct DataPortConfig {
-    /// Default `127.0.0.1:0`. Anything beyond loopback has to be asked for.
+    /// Whether senders of other hosts and users may connect. Default true.
+    pub tcp: bool,
+    /// Where they do. Default `127.0.0.1:0`. Anything beyond loopback has to be asked for.
     pub address: SocketAddr,
     /// Authenticated lanes at once, over all peers. Default 256.
     pub lanes_max: usize,
@@ -61,6 +64,7 @@ pub struct DataPortConfig {
 impl Default for DataPortConfig {
     fn default() -> Self {
         Self {
+            tcp: true,
             address: SocketAddr::from(([127, 0, 0, 1], 0)),
             lanes_max: 256,
             lanes_per_session_max: 8,
@@ -89,13 +93,16 @@ impl DataPort {
     /// # Errors
     /// [`Error::Io`] if the address cannot be bound or no thread can be started.
     pub fn bind(mut config: DataPortConfig, receiver: Receiver) -> Result<Self, Error> {
-        let context = "listen on the data port";
-        let listener = TcpListener::bind(config.address)
-            .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
-            .map_err(|error| Error::io(context, error))?;
-        let address = listener
-            .local_addr()
-            .map_err(|error| Error::io(context, error))?;
+        let listener = match config.tcp {
+            true => Some(listen(config.address)?),
+            false => None,
+        };
+        let address = match &listener {
+            Some(listener) => listener
+                .local_addr()
+                .map_err(|error| Error::io("listen on the data port", error))?,
+            None => config.address,
+        };
         let bell = Bell::new().map_err(|error| Error::io("create an eventfd", error))?;
         let stopping = Arc::new(AtomicBool::new(false));
         config.tls = config.tls.as_deref().map(lane_server);
@@ -126,7 +133,7 @@ impl DataPort {
         })
     }
 
-    /// The bound address, with the real port.
+    /// The bound address, with the real port; the configured one without TCP.
     pub fn local_address(&self) -> SocketAddr {
         self.address
     }
@@ -140,6 +147,12 @@ impl Drop for DataPort {
             let _ = thread.join();
         }
     }
+}
+
+fn listen(address: SocketAddr) -> Result<TcpListener, Error> {
+    TcpListener::bind(address)
+        .and_then(|listener| listener.set_nonblocking(true).map(|()| listener))
+        .map_err(|error| Error::io("listen on the data port", error))
 }
 
 /// A listener for senders of this host; none if another port of the receiver has it.
@@ -161,7 +174,8 @@ struct LaneThread {
 /// Owns the listener, the strangers and the list of lanes.
 struct Porter {
     config: DataPortConfig,
-    listener: TcpListener,
+    /// For senders of other hosts and users.
+    listener: Option<TcpListener>,
     /// For senders of this host.
     here: Option<UnixListener>,
     receiver: Receiver,
@@ -191,7 +205,10 @@ impl Porter {
 
     fn accept(&mut self) {
         for _ in 0..ACCEPTS_MAX {
-            let stream = match self.listener.accept() {
+            let Some(accepted) = self.listener.as_ref().map(TcpListener::accept) else {
+                return;
+            };
+            let stream = match accepted {
                 Ok((stream, _)) => stream,
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(error) => {
@@ -270,7 +287,12 @@ impl Porter {
             return;
         };
         let shared = Arc::clone(self.receiver.shared());
-        let receiver = ReceiverLane::new(shared, session, Arc::clone(&outbox));
+        let receiver = ReceiverLane::new(
+            shared,
+            session,
+            Arc::clone(&outbox),
+            stranger.stream.transport(),
+        );
         let mut lane = PortLane::new(stranger.stream, receiver, &self.config);
         let stopping = Arc::clone(&self.stopping);
         let port_bell = self.bell.clone();
@@ -294,7 +316,8 @@ impl Porter {
     }
 
     fn park(&self) {
-        let mut sockets = vec![(self.listener.as_fd(), PollFlags::IN)];
+        let listener = self.listener.iter();
+        let mut sockets: Vec<_> = listener.map(|it| (it.as_fd(), PollFlags::IN)).collect();
         sockets.extend(self.here.iter().map(|here| (here.as_fd(), PollFlags::IN)));
         sockets.extend(
             self.strangers

@@ -31,6 +31,7 @@
 //! refuse each other during the hello, by name. TLS costs a copy and the cipher at
 //! both ends; without it, bytes still go straight from block to block.
 
+mod choice;
 pub mod codec;
 pub mod data_port;
 pub mod environment;
@@ -49,11 +50,12 @@ pub mod ticket;
 mod transport;
 mod wake;
 
+pub use choice::TransportChoice;
 pub use data_port::{DataPort, DataPortConfig};
 pub use environment::Environment;
 pub use error::{Error, Refusal};
 #[cfg(feature = "test-support")]
 pub use region::Access;
 pub use region::{MemoryRegion, RegionTable};
-pub use shared_memory::SharedMemory;
+pub use shared_memory::{SharedMemory, region_of};
 pub use ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};

@@ -36,6 +36,7 @@ use crate::error::Error;
 use crate::receiver::lane::ReceiverLane;
 use crate::receiver::outbox::Outbox;
 use crate::receiver::{EventSink, Receiver, ReceiverConfig, Shared};
+use crate::sender::TransportKind;
 use crate::sender::driver::{Driver, Step};
 use crate::ticket::SessionId;
 use crate::transport::stream::LaneStream;
@@ -287,7 +288,12 @@ impl Network {
             return Err(Error::io(context, std::io::ErrorKind::TimedOut));
         }
         let outbox = Outbox::new().map_err(|error| Error::io(context, error))?;
-        let receiver = ReceiverLane::new(Arc::clone(&port.receiver), session, Arc::new(outbox));
+        let receiver = ReceiverLane::new(
+            Arc::clone(&port.receiver),
+            session,
+            Arc::new(outbox),
+            TransportKind::Tcp,
+        );
         let (near, far) = link.connect();
         let lane = PortLane::new(LaneStream::Mem(far), receiver, &port.config);
         net.add(Who::Receiving(to, Box::new(lane)));

@@ -18,7 +18,11 @@ pub fn regions_of<M: PoolMemory + 'static>(memory: &Arc<M>) -> RegionTable {
             // readable and writable while `keep` lives, that no reference to it
             // exists, and that its owner leaves granted blocks alone and does not
             // write pinned ones.
-            unsafe { MemoryRegion::new(region.base.as_ptr(), region.len, keep) }
+            let mapped = unsafe { MemoryRegion::new(region.base.as_ptr(), region.len, keep) };
+            match region.fd {
+                Some(fd) => mapped.shared(fd),
+                None => mapped,
+            }
         })
         .collect()
 }

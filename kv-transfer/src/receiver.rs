@@ -43,6 +43,7 @@ use crate::codec::{Control, Scope};
 use crate::environment::Environment;
 use crate::error::{Error, Refusal};
 use crate::region::{self, RegionTable};
+use crate::sender::TransportKind;
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, Ticket};
 use crate::transport::loopback;
 use crate::wake::{Bell, lock};
@@ -165,7 +166,7 @@ impl Shared {
     }
 
     /// Gives the blocks of a committed grant back and says so.
-    fn finish_committed(&self, entry: &Entry, commit_payload: Bytes) {
+    fn finish_committed(&self, entry: &Entry, commit_payload: Bytes, transport: TransportKind) {
         self.retire(entry, &self.counters.committed);
         let mut inner = entry.lock_unguarded();
         let bytes = inner.state.progress().bytes_received;
@@ -180,6 +181,7 @@ impl Shared {
             bytes,
             duration,
             receiving,
+            transport,
         };
         entry.emit(&inner, &*self.events, what);
     }

@@ -40,7 +40,7 @@ use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
 use crate::transport::stream::lane_client;
 use crate::transport::{loopback, shared_memory};
 use crate::wake::lock;
-use driver::Peer;
+use driver::{Address, Peer};
 use lane::LaneHandle;
 use transfer::TransferShared;
 
@@ -71,7 +71,8 @@ pub enum TransportKind {
     /// A direct copy inside this process.
     Loopback,
     /// The receiver copies out of this process' memory: on the same host, as the same user,
-    /// if every region is of [`crate::SharedMemory`].
+    /// if every region is of [`crate::SharedMemory`]. A lane that cannot be opened like that
+    /// goes on as the transport after it.
     SharedMemory,
     /// A TCP connection to the data port.
     Tcp,
@@ -183,6 +184,8 @@ pub struct TransferStatistics {
     pub duration: Duration,
     /// What `bytes_sent` need on this link with nothing between; `None` until it was seen.
     pub at_link_speed: Option<Duration>,
+    /// What the last lane was; none before the first.
+    pub transport: Option<TransportKind>,
 }
 
 /// What the handles of one sender share.
@@ -265,6 +268,14 @@ impl Sender {
             }
         }
         // No lane yet, or it has just closed for idleness.
+        if matches!(key.0, Peer::Tcp(_)) && config.transports.contains(&TransportKind::SharedMemory)
+        {
+            let address = target.data_address;
+            tracing::info!(
+                ?address,
+                "kv goes over tcp: no memory is shared with this worker"
+            );
+        }
         let lane = LaneHandle::start(Arc::clone(config), key.0.clone(), self.lanes.session)?;
         let shared = transfer(lane.bell().clone());
         lane.submit(&shared);
@@ -309,22 +320,36 @@ impl Sender {
                     return Ok(Peer::Shared {
                         token: target.process_token,
                         key: target.lane_key.clone(),
+                        otherwise: self.by_tcp(target),
                     });
                 }
-                (TransportKind::Tcp, Some(address)) => {
-                    return Ok(Peer::Tcp {
-                        address,
-                        server_name: target.server_name.clone(),
-                        key: target.lane_key.clone(),
-                    });
+                (TransportKind::Tcp, Some(_)) => {
+                    if let Some(by_tcp) = self.by_tcp(target) {
+                        return Ok(Peer::Tcp(by_tcp));
+                    }
                 }
                 _ => {}
             }
         }
+        let elsewhere =
+            "it does not share memory with this process (another host or user, or switched off)";
         Err(Error::Unreachable(match target.data_address {
-            Some(address) => format!("`{address}` needs tcp, which is switched off"),
-            None => "it is in another process and has no data address".to_owned(),
+            Some(address) => {
+                format!("{elsewhere}, and `{address}` needs tcp, which is switched off")
+            }
+            None => format!("{elsewhere} and has no data address"),
         }))
+    }
+
+    /// The target's data port, if there is one and TCP is on.
+    fn by_tcp(&self, target: &LaneTarget) -> Option<Address> {
+        let is_on = self.lanes.config.transports.contains(&TransportKind::Tcp);
+        let address = target.data_address.filter(|_| is_on)?;
+        Some(Address {
+            address,
+            server_name: target.server_name.clone(),
+            key: target.lane_key.clone(),
+        })
     }
 
     /// Transfers that have not ended, or whose lane has not let go of them.

@@ -1,8 +1,7 @@
-//! Memory that another process of this host can map, and such memory of another process.
+//! Memory that another process of this host has lent, and the region that lends it.
 //!
-//! A segment is a memfd: it has no name, so nothing is left behind when the processes
-//! that hold it are gone, however they went. It is sealed before anybody else sees it:
-//! its size is final (reading it never faults), and nobody else can map it writable.
+//! What is lent is a [`SharedMemory`]: read-only for us, of a final size, gone with its last
+//! mapping.
 #![allow(unsafe_code)]
 
 use std::io::{self, IoSliceMut};
@@ -11,15 +10,13 @@ use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
 
 use baton_proto::kv_layout::ByteExtent;
-use rustix::fs::{
-    MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create,
-};
+pub use baton_proto::pool_memory::SharedMemory;
+
+use baton_proto::pool_memory::SIZE_IS_FINAL;
+use rustix::fs::{fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::region::MemoryRegion;
-
-/// Without these a mapping may fault, or change its meaning, under its reader.
-const SIZE_IS_FINAL: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// A mapped run of bytes, unmapped with its last owner.
 struct Mapping {
@@ -49,62 +46,16 @@ impl Drop for Mapping {
     }
 }
 
-/// A segment of this process that peers may be lent.
-pub struct SharedMemory {
-    mapping: Mapping,
-    fd: Arc<OwnedFd>,
-}
-
-impl SharedMemory {
-    /// `len` bytes of zeros.
-    ///
-    /// # Errors
-    /// Whatever the operating system says; [`io::ErrorKind::InvalidInput`] for no bytes.
-    pub fn new(len: usize) -> io::Result<Self> {
-        if len == 0 {
-            return Err(io::ErrorKind::InvalidInput.into());
-        }
-        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
-        let fd = memfd_create("baton-kv", flags)?;
-        ftruncate(&fd, len as u64)?;
-        let mapping = Mapping::new(fd.as_fd(), len, ProtFlags::READ | ProtFlags::WRITE)?;
-        // After our own mapping, which stays writable.
-        fcntl_add_seals(
-            &fd,
-            SIZE_IS_FINAL | SealFlags::FUTURE_WRITE | SealFlags::SEAL,
-        )?;
-        Ok(Self {
-            mapping,
-            fd: Arc::new(fd),
-        })
-    }
-
-    /// Where it lies.
-    pub fn base(&self) -> NonNull<u8> {
-        self.mapping.base
-    }
-
-    /// Bytes of it.
-    pub fn len(&self) -> usize {
-        self.mapping.len
-    }
-
-    /// Whether it has no bytes.
-    pub fn is_empty(&self) -> bool {
-        self.mapping.len == 0
-    }
-
-    /// The segment as a region that a sender can lend to receivers of this host.
-    ///
-    /// # Safety
-    /// The promises of [`MemoryRegion::new`]; that it stays mapped is kept here.
-    pub unsafe fn region(self: &Arc<Self>) -> MemoryRegion {
-        let keep: Arc<Self> = Arc::clone(self);
-        // SAFETY: the mapping lives as long as `keep` and is initialised, readable and
-        // writable; the rest is the caller's promise.
-        let region = unsafe { MemoryRegion::new(self.base().as_ptr(), self.len(), keep) };
-        region.shared(Arc::clone(&self.fd))
-    }
+/// The segment as a region that a sender can lend to receivers of this host.
+///
+/// # Safety
+/// The promises of [`MemoryRegion::new`]; that it stays mapped is kept here.
+pub unsafe fn region_of(memory: &Arc<SharedMemory>) -> MemoryRegion {
+    let keep: Arc<SharedMemory> = Arc::clone(memory);
+    // SAFETY: the mapping lives as long as `keep` and is initialised, readable and
+    // writable; the rest is the caller's promise.
+    let region = unsafe { MemoryRegion::new(memory.base().as_ptr(), memory.len(), keep) };
+    region.shared(Arc::clone(memory.fd()))
 }
 
 /// What a peer has lent: its regions, for reading.
@@ -179,6 +130,8 @@ impl PeerMemory {
 
 #[cfg(test)]
 mod tests {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+
     use super::*;
 
     fn extent(offset: u64, len: u32, region: u16) -> ByteExtent {
@@ -199,7 +152,7 @@ mod tests {
     }
 
     fn lent(memory: &SharedMemory) -> Vec<OwnedFd> {
-        vec![memory.fd.try_clone().unwrap()]
+        vec![memory.fd().try_clone().unwrap()]
     }
 
     #[test]

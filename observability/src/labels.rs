@@ -242,6 +242,17 @@ label! {
 }
 
 label! {
+    /// What carried KV bytes.
+    Transport ["transport"] {
+        /// A copy inside one process.
+        Loopback = ["loopback"],
+        /// A copy out of memory that another process of the host lent.
+        SharedMemory = ["shared_memory"],
+        Tcp = ["tcp"],
+    }
+}
+
+label! {
     /// Why a transfer failed.
     TransferFailure ["reason"] {
         Timeout = ["timeout"],

@@ -4,6 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use baton_engine::config::EngineConfig;
+use baton_kv_transfer::TransportChoice;
 use baton_proto::WorkerId;
 use baton_proto::transport::TlsSettings;
 
@@ -19,6 +20,8 @@ pub struct PrefillWorkerConfig {
     pub admin_listen: Option<SocketAddr>,
     pub tls: TlsSettings,
     pub engine: EngineConfig,
+    /// How KV leaves. Memory is shared only if the engine's pools are lendable. Default auto.
+    pub kv_transport: TransportChoice,
     /// How long a draining worker lets its prompts and handoffs run.
     pub drain_grace: Duration,
     /// Where this worker stands (rack, host), for placement.
@@ -36,6 +39,7 @@ impl PrefillWorkerConfig {
             admin_listen: None,
             tls: TlsSettings::default(),
             engine,
+            kv_transport: TransportChoice::default(),
             drain_grace: Duration::from_secs(30),
             topology: String::new(),
         }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use baton_engine::api::{Load, StepStatistics};
 use baton_engine::step_time::DeviceRates;
+use baton_kv_transfer::sender::TransferStatistics;
 use baton_observability::labels::{Direction, TransferFailure};
 use baton_observability::roofline::Peaks;
 use baton_observability::{BlockFigures, LoadFigures, StepFigures, WorkerMetrics};
@@ -57,8 +58,14 @@ impl Metrics {
         self.0.record_load(&figures, &blocks);
     }
 
-    pub(crate) fn sent(&self, bytes: u64, duration: Duration, exposed: Duration) {
-        self.0.kv_transfer_bytes.get(Direction::Send).inc_by(bytes);
+    pub(crate) fn sent(&self, bytes: u64, statistics: &TransferStatistics, exposed: Duration) {
+        let duration = statistics.duration;
+        if let Some(transport) = statistics.transport {
+            self.0
+                .kv_transfer_bytes
+                .get((Direction::Send, transport.into()))
+                .inc_by(bytes);
+        }
         self.0
             .kv_transfer
             .get(Direction::Send)

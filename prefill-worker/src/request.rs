@@ -261,9 +261,7 @@ impl RequestTask {
             CommitOutcome::Committed => {
                 let exposed = computed.elapsed();
                 let statistics = transfer.statistics();
-                self.shared
-                    .metrics
-                    .sent(self.bytes, statistics.duration, exposed);
+                self.shared.metrics.sent(self.bytes, &statistics, exposed);
                 self.shared.count_handoff();
                 self.emit(v1::prefill_event::Event::HandedOff(v1::HandedOff {
                     committed: true,

@@ -10,11 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use baton_engine::api::RequestKey;
+use baton_engine::config::EngineConfig;
 use baton_engine::engine::{Engine, SendError};
+use baton_engine::kv::PoolSharing;
 use baton_engine::model::Model;
 use baton_engine::routes::EventRoutes;
 use baton_kv_transfer::pool::regions_of;
 use baton_kv_transfer::sender::{Sender, SenderConfig};
+use baton_kv_transfer::{SharedMemory, TransportChoice};
 use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
@@ -154,7 +157,7 @@ impl PrefillWorker {
             .map_err(|error| WireError::new(ErrorKind::Internal, error.to_string()))?
             .into();
         let engine = {
-            let (engine_config, sink) = (config.engine.clone(), routes.sink());
+            let (engine_config, sink) = (engine_config(&config), routes.sink());
             // Mapping the pools and pinning threads takes milliseconds: not on the runtime.
             tokio::task::spawn_blocking(move || Engine::start(model, engine_config, sink))
                 .await
@@ -165,6 +168,7 @@ impl PrefillWorker {
         let epoch = Epoch(rand::random());
         let sender = Sender::start(SenderConfig {
             tls: data_tls,
+            transports: config.kv_transport.kinds(),
             ..SenderConfig::new(regions_of(engine.memory()))
         });
         let (listener, control) = transport::listen("listen", config.listen).await?;
@@ -362,6 +366,20 @@ impl Shared {
             local_prefills_total: 0,
         }
     }
+}
+
+/// The engine's settings, with pools of its own where the host shares no memory.
+fn engine_config(config: &PrefillWorkerConfig) -> EngineConfig {
+    let mut engine = config.engine.clone();
+    let may_do_without = config.kv_transport == TransportChoice::Auto;
+    if engine.pool_sharing == PoolSharing::Lendable
+        && may_do_without
+        && let Err(error) = SharedMemory::new(1)
+    {
+        tracing::warn!(%error, "no memory can be shared on this host: kv goes over tcp");
+        engine.pool_sharing = PoolSharing::Private;
+    }
+    engine
 }
 
 fn serve_grpc(

@@ -1,15 +1,24 @@
 //! The one promise between whoever owns KV pool memory and whoever moves its bytes.
 //!
 //! The engine owns the pools and knows no transport; a transport moves bytes and
-//! knows no engine. Both know this trait.
+//! knows no engine. Both know this trait, and the [`SharedMemory`] that an owner takes
+//! its pool from if other processes of the host are to read it.
 
+mod shared;
+
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
+
+pub use shared::{SIZE_IS_FINAL, SharedMemory};
 
 /// One pool as raw memory.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct RawRegion {
     pub base: NonNull<u8>,
     pub len: usize,
+    /// What another process can map it by, read-only; `None` if none can.
+    pub fd: Option<Arc<OwnedFd>>,
 }
 
 /// The memory of a worker's KV pools, one region per KV group, in order.

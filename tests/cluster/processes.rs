@@ -1,9 +1,10 @@
 //! Real processes on a real etcd: workers join and leave, die and come back, and every
-//! token a client sees is the oracle's. KV travels over TCP here.
+//! token a client sees is the oracle's.
 //!
 //! ```text
 //! together   load is shared, SIGTERM leaves cleanly, a router comes back, two models
 //! deaths     SIGKILL of prefill and decode workers under load, and at the first token
+//! transports what carries KV between processes of one host, and what is left of it
 //! ```
 //!
 //! Seen to fail: with SIGKILL in place of SIGTERM, since the record then waits for its
@@ -12,6 +13,7 @@
 
 mod deaths;
 mod together;
+mod transports;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

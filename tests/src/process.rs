@@ -123,8 +123,16 @@ impl Process {
             .unwrap_or_else(|| panic!("`{}` did not say it is ready", self.name))
     }
 
+    /// The process id.
+    ///
+    /// # Panics
+    /// If it has ended and been waited for.
+    pub fn id(&self) -> u32 {
+        self.child.id().expect("the process runs")
+    }
+
     fn signal(&self, signal: Signal) {
-        let pid = self.child.id().expect("the process runs");
+        let pid = self.id();
         let pid = Pid::from_raw(i32::try_from(pid).expect("a process id")).expect("not 0");
         kill_process(pid, signal).expect("the process takes the signal");
     }
@@ -289,6 +297,7 @@ pub enum Pool {
 pub struct Worker {
     pub process: Process,
     pub control: SocketAddr,
+    admin: SocketAddr,
     pool: Pool,
 }
 
@@ -311,6 +320,16 @@ impl Worker {
             Pool::Decode => DecodeWorkerClient::new(channel).describe(request).await,
         };
         answer.expect("the worker describes itself").into_inner()
+    }
+
+    /// Its metrics as they are scraped.
+    ///
+    /// # Panics
+    /// If it does not serve them.
+    pub async fn metrics(&self) -> String {
+        let reply = Http::new(self.admin).get("/metrics").await;
+        assert_eq!(reply.status, 200);
+        String::from_utf8(reply.body).expect("text")
     }
 
     /// Its load now.
@@ -461,15 +480,18 @@ impl Launcher {
         ]);
         args.extend(extra.iter().map(|arg| (*arg).to_owned()));
         let mut process = Process::start(id, &baton_binary(), &args, self.folder.path());
-        let control = process
+        let (control, admin) = process
             .line(|line| {
-                let rest = line.split_once("control ")?.1;
-                rest.split_whitespace().next()?.parse().ok()
+                let (control, admin) = line.split_once("control ")?.1.split_once(' ')?;
+                let admin = admin.strip_prefix("metrics http://")?;
+                let admin = admin.strip_suffix("/metrics")?;
+                Some((control.parse().ok()?, admin.parse().ok()?))
             })
             .await;
         Worker {
             process,
             control,
+            admin,
             pool,
         }
     }

@@ -39,6 +39,8 @@ pub const PREFILL: &str = "\
 Examples:
   baton prefill --etcd http://127.0.0.1:2379 --model smollm2-135m-instruct
   baton prefill --etcd http://127.0.0.1:2379 --model ./model.gguf --cores 0,1
+  baton prefill --etcd http://127.0.0.1:2379 --kv-transport tcp
+      keep this worker's memory to itself, also from decode workers of this host
 SIGTERM takes the worker out of the cluster, lets its requests end and stops it.";
 
 pub const DECODE: &str = "\

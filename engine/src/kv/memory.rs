@@ -1,25 +1,40 @@
 //! The bytes of the KV pools.
 //!
-//! One anonymous, zeroed, huge-page region per KvGroup, mapped once. Kernels write
+//! One zeroed region per KvGroup, mapped once: on huge pages of this process alone, or,
+//! where other processes of the host are to read it, of a [`SharedMemory`], which most
+//! systems keep on small pages. So a worker shares only a pool that is read by peers (that of
+//! a prefill worker), and only while the transport that reads it is on. Kernels write
 //! it through [`baton_kernels::KvView`], data lanes through raw extents, at the
 //! same time in different blocks; therefore no Rust reference ever spans it. Which
 //! bytes may be touched when is decided by the block pool and the worker's grant
 //! table, not here.
 #![allow(unsafe_code)]
 
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
 use baton_kernels::{HugePages, KvShape, KvView};
 use baton_proto::kv_layout::{ByteExtent, KvDtype, KvLayout};
+use baton_proto::pool_memory::SharedMemory;
 
 use super::Error;
 use crate::step::BLOCK_NONE;
 
+/// Who can read a pool's memory.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum PoolSharing {
+    /// This process alone.
+    #[default]
+    Private,
+    /// Also processes of this host that it is lent to, without the right to write.
+    Lendable,
+}
+
 /// One pool's memory. Plain numbers: keep the [`KvMemory`] alive while it is used.
 #[derive(Clone, Copy, Debug)]
 pub struct Region {
-    /// Start of block 0, aligned to a huge page.
+    /// Start of block 0, aligned to a page: a huge one if the pool is private.
     pub ptr: NonNull<u8>,
     /// Bytes of all blocks.
     pub len: usize,
@@ -38,7 +53,34 @@ struct Pool {
     view: KvView,
     blocks: u32,
     /// Kept for as long as the region is used.
-    _mapping: HugePages,
+    mapping: Mapping,
+}
+
+/// What a region lies in.
+#[derive(Debug)]
+enum Mapping {
+    Private(HugePages),
+    Lendable(SharedMemory),
+}
+
+impl Mapping {
+    fn new(len: usize, sharing: PoolSharing) -> std::io::Result<Self> {
+        if sharing == PoolSharing::Lendable {
+            return Ok(Self::Lendable(SharedMemory::new(len)?));
+        }
+        let pages = HugePages::map(len)?;
+        if !pages.is_advised() {
+            tracing::debug!("no huge pages for the kv pool");
+        }
+        Ok(Self::Private(pages))
+    }
+
+    fn start(&self) -> NonNull<u8> {
+        match self {
+            Self::Private(pages) => pages.start(),
+            Self::Lendable(memory) => memory.base(),
+        }
+    }
 }
 
 /// The memory of all KV pools of one engine.
@@ -49,13 +91,26 @@ pub struct KvMemory {
 }
 
 impl KvMemory {
+    /// Maps zeroed memory for `blocks[group]` blocks of each group of `layout`, for this
+    /// process alone.
+    ///
+    /// # Errors
+    /// As [`KvMemory::allocate_as`].
+    pub fn allocate(layout: KvLayout, blocks: &[u32]) -> Result<Arc<Self>, Error> {
+        Self::allocate_as(layout, blocks, PoolSharing::Private)
+    }
+
     /// Maps zeroed memory for `blocks[group]` blocks of each group of `layout`.
     ///
     /// Pages are touched on first use, so a large pool costs nothing until it fills.
     ///
     /// # Errors
     /// A layout or size that cannot be used, or memory the system refuses.
-    pub fn allocate(layout: KvLayout, blocks: &[u32]) -> Result<Arc<Self>, Error> {
+    pub fn allocate_as(
+        layout: KvLayout,
+        blocks: &[u32],
+        sharing: PoolSharing,
+    ) -> Result<Arc<Self>, Error> {
         layout.validate()?;
         if blocks.len() != layout.groups.len() {
             return Err(Error::GroupCount {
@@ -66,7 +121,7 @@ impl KvMemory {
         let pools = blocks
             .iter()
             .enumerate()
-            .map(|(group, blocks)| Pool::map(&layout, group, *blocks))
+            .map(|(group, blocks)| Pool::map(&layout, group, *blocks, sharing))
             .collect::<Result<_, _>>()?;
         Ok(Arc::new(Self { layout, pools }))
     }
@@ -92,6 +147,14 @@ impl KvMemory {
     /// The raw memory of `group`'s pool.
     pub fn region(&self, group: usize) -> Region {
         self.pools[group].region
+    }
+
+    /// What other processes can map `group`'s pool by; `None` if it is private.
+    pub(super) fn fd(&self, group: usize) -> Option<Arc<OwnedFd>> {
+        match &self.pools[group].mapping {
+            Mapping::Private(_) => None,
+            Mapping::Lendable(memory) => Some(Arc::clone(memory.fd())),
+        }
     }
 
     /// The kernels' view of `group`'s pool.
@@ -126,7 +189,12 @@ impl KvMemory {
 }
 
 impl Pool {
-    fn map(layout: &KvLayout, group: usize, blocks: u32) -> Result<Self, Error> {
+    fn map(
+        layout: &KvLayout,
+        group: usize,
+        blocks: u32,
+        sharing: PoolSharing,
+    ) -> Result<Self, Error> {
         let block_bytes = layout.block_bytes(group);
         // An extent's length is a u32 and its region a u16; block ids end below BLOCK_NONE.
         let max =
@@ -138,14 +206,11 @@ impl Pool {
         u32::try_from(layout.layer_bytes()).map_err(|_| refused())?;
 
         let len = blocks as usize * block_bytes;
-        let mapping = HugePages::map(len).map_err(|source| Error::Map {
+        let mapping = Mapping::new(len, sharing).map_err(|source| Error::Map {
             group,
             bytes: len,
             source,
         })?;
-        if !mapping.is_advised() {
-            tracing::debug!("no huge pages for the kv pool");
-        }
         let ptr = mapping.start();
         let shape = KvShape {
             blocks,
@@ -169,7 +234,7 @@ impl Pool {
             region: Region { ptr, len },
             view,
             blocks,
-            _mapping: mapping,
+            mapping,
         })
     }
 }
@@ -179,6 +244,7 @@ mod tests {
     use super::*;
     use baton_proto::NumericsId;
     use baton_proto::kv_layout::{KvGroup, KvGroupKind};
+    use baton_proto::pool_memory::PoolMemory as _;
 
     fn layout() -> KvLayout {
         KvLayout {
@@ -251,15 +317,31 @@ mod tests {
 
     #[test]
     fn memory_starts_zeroed_aligned_and_writable_to_the_last_byte() {
-        let memory = KvMemory::allocate(layout(), &[5, 3]).unwrap();
-        for group in 0..2 {
-            let Region { ptr, len } = memory.region(group);
-            assert_eq!(ptr.as_ptr() as usize % HugePages::SIZE, 0);
-            // SAFETY: this test alone uses the memory, within its length.
-            unsafe {
-                assert!((0..len).all(|at| ptr.add(at).read() == 0));
-                ptr.add(len - 1).write(7);
-                assert_eq!(ptr.add(len - 1).read(), 7);
+        for (sharing, page) in [
+            (PoolSharing::Private, HugePages::SIZE),
+            (PoolSharing::Lendable, 4096),
+        ] {
+            let memory = KvMemory::allocate_as(layout(), &[5, 3], sharing).unwrap();
+            for group in 0..2 {
+                let Region { ptr, len } = memory.region(group);
+                assert_eq!(ptr.as_ptr() as usize % page, 0);
+                // SAFETY: this test alone uses the memory, within its length.
+                unsafe {
+                    assert!((0..len).all(|at| ptr.add(at).read() == 0));
+                    ptr.add(len - 1).write(7);
+                    assert_eq!(ptr.add(len - 1).read(), 7);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn only_a_lendable_pool_can_be_mapped_by_others() {
+        for (sharing, lent) in [(PoolSharing::Private, false), (PoolSharing::Lendable, true)] {
+            let memory = KvMemory::allocate_as(layout(), &[5, 3], sharing).unwrap();
+            for (group, region) in memory.regions().into_iter().enumerate() {
+                assert_eq!(region.len, memory.region(group).len);
+                assert_eq!(region.fd.is_some(), lent, "{sharing:?}");
             }
         }
     }

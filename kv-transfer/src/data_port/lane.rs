@@ -51,7 +51,7 @@ pub(crate) struct PortLane {
     heard_at: Instant,
     pinged_at: Instant,
     turned_at: Instant,
-    /// What the sender has lent; mapped with the first offer.
+    /// What the sender has lent: what came with its first ping.
     lent: Option<PeerMemory>,
     reading: Reading,
     header: [u8; HEADER_BYTES],
@@ -229,6 +229,10 @@ impl PortLane {
                             crc,
                             extents,
                         } => self.offer(header.scope, range, crc, &extents)?,
+                        Control::Ping => {
+                            self.map_lent()?;
+                            self.receiver.control(header.scope, Control::Ping)?;
+                        }
                         control => self.receiver.control(header.scope, control)?,
                     }
                 }
@@ -243,6 +247,19 @@ impl PortLane {
         }
     }
 
+    /// Maps what came with a ping; the answer to it says that this went well.
+    fn map_lent(&mut self) -> Result<(), Error> {
+        if self.lent.is_none() {
+            let fds = self.stream.take_fds();
+            if !fds.is_empty() {
+                let lent = PeerMemory::map(&fds);
+                let failed = |error| Error::io("map the sender's memory", error);
+                self.lent = Some(lent.map_err(failed)?);
+            }
+        }
+        Ok(())
+    }
+
     /// A data frame whose payload lies in the sender's memory.
     fn offer(
         &mut self,
@@ -251,11 +268,6 @@ impl PortLane {
         crc: u32,
         extents: &[ByteExtent],
     ) -> Result<(), Error> {
-        if self.lent.is_none() {
-            let fds = self.stream.take_fds();
-            let lent = PeerMemory::map(&fds);
-            self.lent = Some(lent.map_err(|error| Error::io("map the sender's memory", error))?);
-        }
         let lent = self
             .lent
             .as_ref()

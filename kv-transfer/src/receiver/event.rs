@@ -7,6 +7,7 @@ use bytes::Bytes;
 use tokio::sync::mpsc;
 
 use super::grant::{AbortReason, ExpiryReason};
+use crate::sender::TransportKind;
 use crate::ticket::Ticket;
 
 /// Something happened to a grant. Each grant gets at most one of `Completed`,
@@ -36,6 +37,8 @@ pub enum EventKind {
         duration: Duration,
         /// From the first part's arrival to the commit; zero if nothing had to be sent.
         receiving: Duration,
+        /// Of the lane that committed.
+        transport: TransportKind,
     },
     /// The transfer ended without success. The blocks are the worker's again.
     Aborted { reason: AbortReason },

@@ -21,6 +21,7 @@ use super::table::Entry;
 use crate::codec::{Control, Header, Scope};
 use crate::error::{Error, Refusal};
 use crate::part::PartRange;
+use crate::sender::TransportKind;
 use crate::ticket::{LayoutDigest, SessionId, Ticket};
 
 /// Consumed bytes are acknowledged at least this often, so that the sender's window
@@ -39,6 +40,7 @@ pub(crate) struct ReceiverLane {
     serial: LaneSerial,
     session: SessionId,
     outbox: Arc<Outbox>,
+    transport: TransportKind,
     /// Tickets this lane opened and may write, bounded by the grant table.
     opened: BTreeMap<Ticket, Opened>,
     /// When the last bytes came over this lane.
@@ -46,7 +48,12 @@ pub(crate) struct ReceiverLane {
 }
 
 impl ReceiverLane {
-    pub(crate) fn new(shared: Arc<Shared>, session: SessionId, outbox: Arc<Outbox>) -> Self {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        session: SessionId,
+        outbox: Arc<Outbox>,
+        transport: TransportKind,
+    ) -> Self {
         let heard_at = shared.now();
         let serial = LaneSerial(shared.lane_serials.fetch_add(1, Ordering::Relaxed));
         Self {
@@ -54,6 +61,7 @@ impl ReceiverLane {
             serial,
             session,
             outbox,
+            transport,
             opened: BTreeMap::new(),
             heard_at,
         }
@@ -151,7 +159,8 @@ impl ReceiverLane {
             .commit(self.serial, self.session, scope, root, parts);
         let reply = match answer {
             CommitAnswer::Committed => {
-                self.shared.finish_committed(&entry, payload);
+                self.shared
+                    .finish_committed(&entry, payload, self.transport);
                 Control::Committed
             }
             CommitAnswer::Again => Control::Committed,

@@ -20,11 +20,11 @@ use std::time::{Duration, Instant};
 
 use rustls::pki_types::ServerName;
 
-use super::SenderConfig;
 use super::gather::LinkSpeed;
 use super::source::Source;
 use super::state::NextFrame;
 use super::transfer::{Inner, TransferShared};
+use super::{SenderConfig, TransportKind};
 use crate::codec::{COALESCE_BYTES, Control, Header, Kind, Scope};
 use crate::error::Error;
 use crate::part::frame_crc;
@@ -52,18 +52,36 @@ const HELD_WELL: Duration = Duration::from_secs(1);
 #[derive(Clone, PartialEq, Eq, Hash)]
 pub(crate) enum Peer {
     Loopback(ProcessToken),
-    Tcp {
-        address: SocketAddr,
-        server_name: Option<ServerName<'static>>,
-        key: LaneKey,
-    },
-    /// A process of this host.
+    Tcp(Address),
+    /// A process of this host, and where it can be reached if it takes no memory after all.
     Shared {
         token: ProcessToken,
         key: LaneKey,
+        otherwise: Option<Address>,
     },
     #[cfg(feature = "test-support")]
     Mem(SocketAddr),
+}
+
+/// A data port.
+#[derive(Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Address {
+    pub(crate) address: SocketAddr,
+    pub(crate) server_name: Option<ServerName<'static>>,
+    pub(crate) key: LaneKey,
+}
+
+impl Peer {
+    fn transport(&self) -> TransportKind {
+        match self {
+            Self::Loopback(_) => TransportKind::Loopback,
+            Self::Tcp(_) => TransportKind::Tcp,
+            Self::Shared { .. } => TransportKind::SharedMemory,
+            // The same frames over the same lane, without a socket.
+            #[cfg(feature = "test-support")]
+            Self::Mem(_) => TransportKind::Tcp,
+        }
+    }
 }
 
 /// What the sender's handles leave for the driver.
@@ -204,7 +222,13 @@ impl Driver {
         if now < self.retry_at {
             return self.wait(self.retry_at, now);
         }
-        match self.connect(now) {
+        let connected = self.connect(now);
+        if let Err(error) = &connected
+            && self.fall_back(error)
+        {
+            return Step::Again;
+        }
+        match connected {
             Ok(lane) => {
                 let now = self.now();
                 self.connection = Some(Connection {
@@ -230,6 +254,23 @@ impl Driver {
         Step::Again
     }
 
+    /// Goes over to TCP if that is allowed and a peer of this host cannot be lent memory; a
+    /// peer that has lanes enough has them of either kind.
+    fn fall_back(&mut self, error: &Error) -> bool {
+        let Peer::Shared { otherwise, .. } = &mut self.peer else {
+            return false;
+        };
+        if matches!(error, Error::Full { .. }) {
+            return false;
+        }
+        let Some(by_tcp) = otherwise.take() else {
+            return false;
+        };
+        tracing::info!(%error, address = %by_tcp.address, "kv goes over tcp: no memory can be shared with this worker");
+        self.peer = Peer::Tcp(by_tcp);
+        true
+    }
+
     fn connect(&self, now: Instant) -> Result<Box<dyn Lane>, Error> {
         // Not past the time at which a transfer has to give up.
         let due = self
@@ -244,11 +285,11 @@ impl Driver {
                 self.session,
                 &self.bell,
             )?)),
-            Peer::Tcp {
+            Peer::Tcp(Address {
                 address,
                 server_name,
                 key,
-            } => {
+            }) => {
                 let to = Destination {
                     address: *address,
                     tls: self.config.tls.as_ref(),
@@ -257,7 +298,7 @@ impl Driver {
                 };
                 Ok(Box::new(TcpLane::connect(&to, self.session, timeout)?))
             }
-            Peer::Shared { token, key } => {
+            Peer::Shared { token, key, .. } => {
                 let regions = &self.config.regions;
                 let lane = SharedLane::connect(*token, key, self.session, regions, timeout)?;
                 Ok(Box::new(lane))
@@ -318,12 +359,15 @@ impl Driver {
 
     /// Opens new transfers on this connection and tells of aborted ones.
     fn announce(&mut self, now: Instant) {
+        let transport = self.peer.transport();
         for active in &mut self.transfers {
             let scope = active.shared.scope();
             active.shared.tick(now);
             let fresh = !std::mem::replace(&mut active.announced, true);
-            let (open, abort) = active.shared.update_quietly(|Inner { state, .. }| {
+            let (open, abort) = active.shared.update_quietly(|inner| {
+                let Inner { state, .. } = inner;
                 if fresh {
+                    inner.transport = Some(transport);
                     state.connected();
                 }
                 (state.open_to_send(now), state.abort_to_send(now))

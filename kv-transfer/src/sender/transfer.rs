@@ -11,7 +11,9 @@ use bytes::Bytes;
 use tokio::sync::Notify;
 
 use super::state::{AbortCause, Limits, Phase, SenderState};
-use super::{CommitOutcome, LaneTarget, SenderConfig, SourceBlock, TransferStatistics};
+use super::{
+    CommitOutcome, LaneTarget, SenderConfig, SourceBlock, TransferStatistics, TransportKind,
+};
 use crate::codec::{COMMIT_PAYLOAD_BYTES_MAX, Scope};
 use crate::error::Error;
 use crate::region::{self, RegionTable};
@@ -37,6 +39,8 @@ pub(crate) struct Inner {
     /// Borrows of source bytes that are alive.
     readers: usize,
     ended_at: Option<Instant>,
+    /// Of the last lane.
+    pub(crate) transport: Option<TransportKind>,
 }
 
 impl Inner {
@@ -81,6 +85,7 @@ impl TransferShared {
                 state,
                 readers: 0,
                 ended_at: None,
+                transport: None,
             }),
             changed: Notify::new(),
             bell,
@@ -294,6 +299,7 @@ impl Transfer {
             bytes_sent: totals.bytes_sent,
             bytes_resent: totals.bytes_resent,
             reconnects: totals.lanes_lost,
+            transport: inner.transport,
             duration: end.saturating_duration_since(self.shared.opened_at),
             at_link_speed: inner.state.at_link_speed(),
         }

@@ -16,6 +16,7 @@ use rustls::{AlertDescription, ClientConfig, ClientConnection};
 
 use super::stream::{LaneStream, is_tls_alert};
 use crate::codec::hello::{CHALLENGE_BYTES, Challenge, HELLO_BYTES, Hello, Verdict, proof};
+use crate::codec::{HEADER_BYTES, Header, Kind};
 use crate::error::Error;
 use crate::ticket::{LaneKey, SessionId};
 
@@ -94,6 +95,25 @@ pub(crate) fn say_hello_over(
     until: Instant,
 ) -> Result<(), Error> {
     say_hello(&mut Until { socket, until }, key, session)
+}
+
+/// Waits over a Unix socket for the answer to a ping, until `until`. Nothing else is said
+/// there yet, but for pings.
+pub(crate) fn hear_pong_over(socket: &UnixStream, until: Instant) -> Result<(), Error> {
+    let mut header = [0; HEADER_BYTES];
+    loop {
+        let read = Until { socket, until }.read_exact(&mut header);
+        read.map_err(|error| Error::io("lend memory to the data port", error))?;
+        match Header::decode(&header)?.kind {
+            Kind::Pong => return Ok(()),
+            Kind::Ping => {}
+            other => {
+                return Err(Error::Protocol(format!(
+                    "a receiver began with `{other:?}`"
+                )));
+            }
+        }
+    }
 }
 
 fn say_hello(

@@ -18,6 +18,7 @@ use crate::receiver::Shared;
 use crate::receiver::incoming::SCRATCH_BYTES;
 use crate::receiver::lane::ReceiverLane;
 use crate::receiver::outbox::Outbox;
+use crate::sender::TransportKind;
 use crate::ticket::{ProcessToken, SessionId};
 use crate::wake::{Bell, lock};
 
@@ -65,7 +66,7 @@ impl LoopbackLane {
             .and_then(Weak::upgrade)
             .ok_or_else(|| Error::PeerLost("the receiver has stopped".to_owned()))?;
         let outbox = Arc::new(Outbox::ringing(bell.clone()));
-        let receiver = ReceiverLane::new(shared, session, outbox);
+        let receiver = ReceiverLane::new(shared, session, outbox, TransportKind::Loopback);
         Ok(Self {
             token,
             receiver,

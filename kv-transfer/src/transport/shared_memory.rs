@@ -13,6 +13,11 @@
 //! a receiver whose lane is gone is not waited for: what it may still copy then is damaged
 //! at worst, by its checksum, and leads nowhere without the lane.
 //!
+//! Nothing is fenced by trust: a peer that maps the pool cannot write to it, and a block of
+//! the receiver is written by its owner alone. A commit waits here until the receiver is past
+//! all that was offered of its transfer, whose source blocks are not reused before: it is the
+//! sender's word that they still held what was pushed when they were copied.
+//!
 //! Who may read one lent block may read the whole pool: both ends run as one user. Nothing
 //! leaves the host, so there is no TLS here.
 
@@ -29,7 +34,7 @@ use rustix::net::{
     listen, recvmsg, sendmsg, socket_with,
 };
 
-use super::connect::say_hello_over;
+use super::connect::{hear_pong_over, say_hello_over};
 use super::stream::LaneStream;
 use super::tcp::TcpLane;
 use super::{Lane, OutFrame, OutQueue};
@@ -79,9 +84,9 @@ fn connect_here(token: ProcessToken) -> io::Result<UnixStream> {
     Ok(socket.into())
 }
 
-/// Whether a receiver of this host listens under `token`.
+/// Whether a receiver of this host and user listens under `token`.
 pub(crate) fn is_here(token: ProcessToken) -> bool {
-    connect_here(token).is_ok()
+    connect_here(token).is_ok_and(|socket| same_user(socket).is_ok())
 }
 
 /// A connection to a process of the same user, else an error.
@@ -155,6 +160,8 @@ pub(crate) struct SharedLane {
     lent_bytes: u64,
     /// Bytes offered since the receiver last said what it lacks.
     offered: BTreeMap<Ticket, u64>,
+    /// Commits that wait for the end of the copies before them.
+    commits: Vec<(Scope, Control)>,
 }
 
 impl SharedLane {
@@ -175,7 +182,6 @@ impl SharedLane {
         let socket = connect_here(token).map_err(io)?;
         socket.set_nonblocking(false).map_err(io)?;
         say_hello_over(&socket, key, session, until)?;
-        socket.set_nonblocking(true).map_err(io)?;
         let mut stream = same_user(socket).map_err(io)?;
         let fds: Option<Vec<BorrowedFd<'_>>> = regions.iter().map(MemoryRegion::fd).collect();
         let Some(fds) = fds.filter(|fds| fds.len() <= REGIONS_MAX) else {
@@ -190,18 +196,31 @@ impl SharedLane {
         if sent != ping.len() {
             return Err(io(io::ErrorKind::WriteZero.into()));
         }
+        // It answers once it has mapped what was lent, and closes if it cannot.
+        hear_pong_over(&stream.socket, until)?;
+        stream.socket.set_nonblocking(true).map_err(io)?;
         Ok(Self {
             lane: TcpLane::over(LaneStream::Unix(stream)),
             offers: OutQueue::default(),
             lent: VecDeque::new(),
             lent_bytes: 0,
             offered: BTreeMap::new(),
+            commits: Vec::new(),
         })
     }
 
     fn offer(&mut self, frame: OutFrame) {
         match frame {
-            OutFrame::Control { scope, control, .. } => self.offers.push_control(scope, control),
+            OutFrame::Control { scope, control, .. } => match control {
+                Control::Commit { .. } if self.is_lent(scope.ticket) => {
+                    self.commits.push((scope, control));
+                }
+                Control::Abort { .. } => {
+                    self.commits.retain(|(held, _)| *held != scope);
+                    self.offers.push_control(scope, control);
+                }
+                other => self.offers.push_control(scope, other),
+            },
             OutFrame::Data { header, source, .. } => {
                 // Refused only if the transfer ended: nobody wants the frame any more.
                 let Some(guard) = source.lend() else {
@@ -228,6 +247,10 @@ impl SharedLane {
         }
     }
 
+    fn is_lent(&self, ticket: Ticket) -> bool {
+        self.lent.iter().any(|lent| lent.ticket == ticket)
+    }
+
     /// The receiver is past what was offered of a transfer, up to `end`.
     fn give_back(&mut self, ticket: Ticket, end: u64) {
         let lent_bytes = &mut self.lent_bytes;
@@ -238,6 +261,14 @@ impl SharedLane {
             }
             !past
         });
+        let waiting = std::mem::take(&mut self.commits);
+        for (scope, commit) in waiting {
+            if self.is_lent(scope.ticket) {
+                self.commits.push((scope, commit));
+            } else {
+                self.offers.push_control(scope, commit);
+            }
+        }
     }
 
     fn hear(&mut self, scope: Scope, control: &Control) {

@@ -19,6 +19,7 @@ use rustls::{ClientConfig, Connection, ServerConfig, ServerConnection};
 use super::shared_memory::UnixLane;
 #[cfg(feature = "test-support")]
 use crate::mem::MemStream;
+use crate::sender::TransportKind;
 
 /// What both ends of an encrypted lane agree on by ALPN, so that a lane cannot be led
 /// to another TLS port of the cluster, nor another client to a data port.
@@ -89,6 +90,16 @@ impl LaneStream {
     /// An end whose handshake is done.
     pub(crate) fn tls(socket: TcpStream, tls: Connection) -> Self {
         Self::Tls(Box::new(TlsStream::new(socket, tls)))
+    }
+
+    /// What its frames count as.
+    pub(crate) fn transport(&self) -> TransportKind {
+        match self {
+            Self::Plain(_) | Self::Tls(_) => TransportKind::Tcp,
+            Self::Unix(_) => TransportKind::SharedMemory,
+            #[cfg(feature = "test-support")]
+            Self::Mem(_) => TransportKind::Tcp,
+        }
     }
 
     /// What to poll; `None` if there is no socket.

@@ -5,7 +5,7 @@
 use std::cell::UnsafeCell;
 use std::sync::{Arc, Condvar, Mutex};
 
-use baton_kv_transfer::{MemoryRegion, SharedMemory};
+use baton_kv_transfer::{MemoryRegion, SharedMemory, region_of};
 use baton_proto::kv_layout::ByteExtent;
 use rand::rngs::StdRng;
 use rand::{Rng, RngCore};
@@ -121,7 +121,7 @@ impl Pool {
         let region = unsafe {
             match &*self.memory {
                 Memory::Own(_) => MemoryRegion::new(self.memory.base(), self.memory.len(), keep),
-                Memory::Shared(memory) => memory.region(),
+                Memory::Shared(memory) => region_of(memory),
             }
         };
         let gate = Arc::clone(&self.gate);

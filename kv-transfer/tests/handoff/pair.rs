@@ -18,6 +18,7 @@ use baton_kv_transfer::sender::{
 };
 use baton_kv_transfer::{
     DataPort, DataPortConfig, LayoutDigest, MemoryRegion, RegionTable, SharedMemory, Ticket,
+    region_of,
 };
 use baton_observability::test_certificates::{Authority, Identity};
 use baton_proto::kv_layout::ByteExtent;
@@ -76,7 +77,7 @@ impl Arena {
         unsafe {
             match &**self {
                 Self::Own(bytes) => MemoryRegion::new(self.base(), bytes.len(), keep),
-                Self::Shared(memory) => memory.region(),
+                Self::Shared(memory) => region_of(memory),
             }
         }
     }

@@ -7,7 +7,7 @@
 
 use crate::buckets;
 use crate::instrument::{ByLabel, Counter, Gauge, GaugeF64, Histogram, Info};
-use crate::labels::{BlockState, Direction, FinishedReason, StepPhase, TransferFailure};
+use crate::labels::{BlockState, Direction, FinishedReason, StepPhase, TransferFailure, Transport};
 use crate::metrics::metric_set;
 
 metric_set! {
@@ -51,8 +51,8 @@ metric_set! {
             "Always 1; the labels block_size and num_gpu_blocks describe the KV pool.";
         kv_blocks: ByLabel<BlockState, Gauge> = "baton_kv_blocks", Blocks, &[],
             "KV blocks by state; the states add up to the pool.";
-        kv_transfer_bytes: ByLabel<Direction, Counter> = "baton_kv_transfer_bytes_total", Bytes, &[],
-            "KV bytes moved. Sent and received bytes of a cluster agree.";
+        kv_transfer_bytes: ByLabel<(Direction, Transport), Counter> = "baton_kv_transfer_bytes_total", Bytes, &[],
+            "KV bytes moved, by what carried them (their commit, if a lane was replaced). Sent and received bytes of a cluster agree.";
         kv_transfer: ByLabel<Direction, Histogram> = "baton_kv_transfer_seconds", Seconds, buckets::PHASE_SECONDS,
             "From the first frame to the commit of a handoff.";
         kv_transfer_exposed: Histogram = "baton_kv_transfer_exposed_seconds", Seconds, buckets::PHASE_SECONDS,

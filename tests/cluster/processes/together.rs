@@ -27,7 +27,7 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
     wait_listed(&view, &["d0", "d1", "p0", "p1"], SOON).await;
     router.wait_workers("rand", (2, 2), SOON).await;
 
-    // Everybody works, over TCP: the workers are four processes.
+    // Everybody works; the workers are four processes.
     let client = router.grpc();
     for batch in cases.chunks(8) {
         for answer in join_all(batch.iter().map(|one| ask(client.clone(), "rand", one))).await {

@@ -25,6 +25,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use baton_engine::device::{DeviceLimits, DeviceThreads};
+use baton_engine::kv::PoolSharing;
 use baton_engine::step_work::ModelCost;
 use baton_kernels::Isa;
 
@@ -82,7 +83,11 @@ fn measure(args: &EngineBenchArgs) -> anyhow::Result<EngineReport> {
             .context("measure the machine's limits")
     };
     let before = look()?;
-    let mut rig = Rig::new(&model, layout.clone(), &threads, &sweep)?;
+    let sharing = match args.kv_lendable {
+        true => PoolSharing::Lendable,
+        false => PoolSharing::Private,
+    };
+    let mut rig = Rig::new(&model, layout.clone(), &threads, &sweep, sharing)?;
     let mut measured = Vec::new();
     for point in &sweep.points {
         bar.set_message(point.to_string());
@@ -112,6 +117,7 @@ fn measure(args: &EngineBenchArgs) -> anyhow::Result<EngineReport> {
         kv_dtype: layout.dtype.to_string(),
         block_size: layout.block_size,
         kv_pool_bytes: rig.kv_bytes(),
+        kv_lendable: args.kv_lendable,
         kv_token_bytes: layout.token_bytes() as u64,
         rounds: args.rounds,
     };

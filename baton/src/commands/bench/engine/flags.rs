@@ -57,6 +57,10 @@ pub struct EngineBenchArgs {
     /// skipped and listed [default: a quarter of the free memory, at most 4GiB].
     #[arg(long, env = "BATON_KV_POOL", value_name = "BYTES", value_parser = bytes)]
     pub kv_pool: Option<u64>,
+    /// KV in memory that other processes of the host can be lent, as a prefill worker keeps
+    /// it: on small pages, where the system has no huge ones for shared memory.
+    #[arg(long, env = "BATON_KV_LENDABLE")]
+    pub kv_lendable: bool,
     /// Steps measured per point, at least; the median counts. Short steps are repeated
     /// for 0.3 s.
     #[arg(long, env = "BATON_ROUNDS", default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=10_000))]

@@ -30,6 +30,8 @@ pub struct Setup {
     pub kv_dtype: String,
     pub block_size: u32,
     pub kv_pool_bytes: u64,
+    /// Whether the pool lies in memory that other processes can be lent.
+    pub kv_lendable: bool,
     pub kv_token_bytes: u64,
     pub rounds: u32,
 }
@@ -186,12 +188,13 @@ impl EngineReport {
         ));
         table.line(format!("weights {}", setup.formats));
         table.line(format!(
-            "numerics {}; KV {} in blocks of {}, {:.1} KiB a token, pool {} MiB",
+            "numerics {}; KV {} in blocks of {}, {:.1} KiB a token, pool {} MiB{}",
             setup.numerics,
             setup.kv_dtype,
             setup.block_size,
             setup.kv_token_bytes as f64 / 1024.0,
             setup.kv_pool_bytes >> 20,
+            if setup.kv_lendable { ", lendable" } else { "" },
         ));
         table.line(format!(
             "{}, {} cores, {:.1} GiB; {}, kernels {} ({})",

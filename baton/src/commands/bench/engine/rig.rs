@@ -6,7 +6,7 @@ use std::time::Instant;
 use anyhow::Context as _;
 use baton_engine::decoder::CpuExecutor;
 use baton_engine::device::DeviceThreads;
-use baton_engine::kv::KvMemory;
+use baton_engine::kv::{KvMemory, PoolSharing};
 use baton_engine::model::Model;
 use baton_engine::step::{Executor as _, LogitsWanted, PlanRow, RowInput, StepEvent, StepPlan};
 use baton_engine::step_work::StepWork;
@@ -58,6 +58,7 @@ impl Rig {
         layout: KvLayout,
         threads: &DeviceThreads,
         sweep: &Sweep,
+        sharing: PoolSharing,
     ) -> anyhow::Result<Self> {
         let blocks: Vec<u32> = (0..layout.groups.len())
             .map(|group| {
@@ -66,7 +67,8 @@ impl Rig {
                 u32::try_from(most).context("the KV pool has too many blocks")
             })
             .collect::<anyhow::Result<_>>()?;
-        let memory = KvMemory::allocate(layout.clone(), &blocks).context("`--kv-pool`")?;
+        let memory = KvMemory::allocate_as(layout.clone(), &blocks, sharing);
+        let memory = memory.context("`--kv-pool`")?;
         let kernels = Kernels::new(threads.isa, threads.threads).context("`--threads`")?;
         let room = blocks.iter().min().copied().unwrap_or(1) * layout.block_size;
         let fill = FILL_TOKENS.min(room).min(model.context_max());

@@ -1,0 +1,101 @@
+//! Which transports a worker uses, as an operator says it.
+//!
+//! Inside one process KV is always copied directly. Between processes, a prefill worker
+//! takes the first way that both ends offer: the offer of a decode worker to be lent memory
+//! is its listening socket, which only processes of its host can reach, so no host name is
+//! compared.
+
+use std::fmt;
+use std::str::FromStr;
+
+use baton_observability::labels::Transport;
+
+use crate::sender::TransportKind;
+
+/// How KV may leave a worker, or reach it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum TransportChoice {
+    /// Shared memory between processes of one host and user, TCP between all others.
+    #[default]
+    Auto,
+    /// Shared memory alone: peers elsewhere are refused, and no data port listens.
+    SharedMemory,
+    /// TCP alone: no memory is lent, nor taken.
+    Tcp,
+}
+
+impl TransportChoice {
+    /// Every choice.
+    pub const ALL: [Self; 3] = [Self::Auto, Self::SharedMemory, Self::Tcp];
+
+    /// As it is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Auto => "auto",
+            Self::SharedMemory => "shared-memory",
+            Self::Tcp => "tcp",
+        }
+    }
+
+    /// Whether memory may be lent between processes.
+    pub const fn shares_memory(self) -> bool {
+        !matches!(self, Self::Tcp)
+    }
+
+    /// Whether bytes may travel.
+    pub const fn uses_tcp(self) -> bool {
+        !matches!(self, Self::SharedMemory)
+    }
+
+    /// What a sender tries, in order.
+    pub fn kinds(self) -> Vec<TransportKind> {
+        let mut kinds = vec![TransportKind::Loopback];
+        kinds.extend(self.shares_memory().then_some(TransportKind::SharedMemory));
+        kinds.extend(self.uses_tcp().then_some(TransportKind::Tcp));
+        kinds
+    }
+}
+
+impl fmt::Display for TransportChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for TransportChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|choice| choice.name() == text);
+        found.ok_or_else(|| "give auto, shared-memory or tcp".to_owned())
+    }
+}
+
+impl From<TransportKind> for Transport {
+    fn from(kind: TransportKind) -> Self {
+        match kind {
+            TransportKind::Loopback => Self::Loopback,
+            TransportKind::SharedMemory => Self::SharedMemory,
+            TransportKind::Tcp => Self::Tcp,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_decides_what_is_tried() {
+        use TransportKind::{Loopback, SharedMemory, Tcp};
+        for (text, kinds) in [
+            ("auto", vec![Loopback, SharedMemory, Tcp]),
+            ("shared-memory", vec![Loopback, SharedMemory]),
+            ("tcp", vec![Loopback, Tcp]),
+        ] {
+            let choice: TransportChoice = text.parse().unwrap();
+            assert_eq!((choice.kinds(), choice.to_string()), (kinds, text.into()));
+        }
+        assert!("shm".parse::<TransportChoice>().is_err());
+    }
+}
