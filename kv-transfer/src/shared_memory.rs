@@ -4,7 +4,7 @@
 //! mapping.
 #![allow(unsafe_code)]
 
-use std::io::{self, IoSliceMut};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::{NonNull, null_mut};
 use std::sync::Arc;
@@ -87,44 +87,45 @@ impl PeerMemory {
         fits && extent.len > 0
     }
 
-    /// Copies the bytes of `extents` (all of which it [`PeerMemory::holds`]), but for the
-    /// first `skip`, into `buffers`, in order, until one of them is over.
-    pub(crate) fn copy(
-        &self,
-        extents: &[ByteExtent],
-        mut skip: usize,
-        buffers: &mut [IoSliceMut<'_>],
-    ) -> usize {
-        let mut buffers = buffers.iter_mut();
-        let mut buffer: &mut [u8] = &mut [];
-        let mut copied = 0;
-        for extent in extents {
-            debug_assert!(self.holds(*extent));
-            let mut from = skip.min(extent.len as usize);
-            skip -= from;
-            while from < extent.len as usize {
-                if buffer.is_empty() {
-                    match buffers.next() {
-                        Some(next) => buffer = next,
-                        None => return copied,
-                    }
-                    continue;
-                }
-                let step = buffer.len().min(extent.len as usize - from);
-                let base = self.0[usize::from(extent.region)].base;
-                // SAFETY: inside the mapping (checked by `holds`) and the buffer. The peer
-                // may write meanwhile if it breaks its promise; no reference to its bytes
-                // is made, and what was copied is checked by its checksum.
-                unsafe {
-                    let source = base.as_ptr().add(extent.offset as usize + from);
-                    std::ptr::copy_nonoverlapping(source, buffer.as_mut_ptr(), step);
-                }
-                buffer = &mut buffer[step..];
-                from += step;
-                copied += step;
-            }
+    /// The bytes of `extents`, all of which it [`PeerMemory::holds`], in order.
+    pub(crate) fn read<'a>(&'a self, extents: &'a [ByteExtent]) -> PeerBytes<'a> {
+        PeerBytes {
+            memory: self,
+            extents,
+            from: 0,
         }
-        copied
+    }
+}
+
+/// Bytes of a peer, read in order.
+pub(crate) struct PeerBytes<'a> {
+    memory: &'a PeerMemory,
+    /// The first one from `from` on.
+    extents: &'a [ByteExtent],
+    from: usize,
+}
+
+impl PeerBytes<'_> {
+    /// Fills `buffer` with the next bytes, as far as there are any.
+    pub(crate) fn fill(&mut self, mut buffer: &mut [u8]) {
+        while let Some((extent, rest)) = self.extents.split_first() {
+            assert!(self.memory.holds(*extent), "an extent nobody looked at");
+            let step = buffer.len().min(extent.len as usize - self.from);
+            let base = self.memory.0[usize::from(extent.region)].base;
+            // SAFETY: inside the mapping (`holds`) and the buffer. The peer may write
+            // meanwhile if it breaks its promise; no reference to its bytes is made, and
+            // what was copied is checked by its checksum.
+            unsafe {
+                let source = base.as_ptr().add(extent.offset as usize + self.from);
+                std::ptr::copy_nonoverlapping(source, buffer.as_mut_ptr(), step);
+            }
+            buffer = &mut buffer[step..];
+            self.from += step;
+            if self.from < extent.len as usize {
+                return;
+            }
+            (self.extents, self.from) = (rest, 0);
+        }
     }
 }
 
@@ -168,12 +169,13 @@ mod tests {
         ] {
             assert!(!peer.holds(outside), "{outside:?}");
         }
-        let mut out = [0; 7];
+        let mut out = [0; 9];
         let (first, second) = out.split_at_mut(3);
-        let mut buffers = [IoSliceMut::new(first), IoSliceMut::new(second)];
         let extents = [extent(10, 4, 0), extent(40, 4, 0)];
-        assert_eq!(peer.copy(&extents, 2, &mut buffers), 6);
-        assert_eq!(out, [12, 13, 40, 41, 42, 43, 0]);
+        let mut bytes = peer.read(&extents);
+        bytes.fill(first);
+        bytes.fill(second);
+        assert_eq!(out, [10, 11, 12, 13, 40, 41, 42, 43, 0]);
     }
 
     #[test]

@@ -72,6 +72,8 @@ Examples, against a running `baton up`:
   baton bench interference
 Without a server, one engine against this machine's limits:
   baton bench engine
+KV from one worker to another, by transport:
+  baton bench transfer
 and what fewer bits cost a model on a text of yours:
   baton bench quality --text text.txt --weights keep,q8,q4";
 
@@ -87,6 +89,18 @@ Examples:
 MBU is a share of the read bandwidth measured in the same run at the step's working set,
 MFU one of the peak of the arithmetic the weights ask for (int8 for quantised ones).
 The machine should do nothing else meanwhile; the last line says what else it did.";
+
+pub const BENCH_TRANSFER: &str = "\
+Examples:
+  baton bench transfer
+      loopback, shared_memory and tcp for parts of 4 KiB to 1 MiB
+  baton bench transfer --part-bytes 16KiB --rounds 21
+      one size, more rounds for a machine that is not quiet
+  baton bench transfer --total 1GiB --json --output transfer.json
+Both ends run in this process, a lane's two threads as in two processes; the CPU seconds
+are those of both. `of scattered` is the share of one thread's memcpy of the same parts,
+`of plain TCP` that of a writev/readv pair without frames, digests or answers. Latency is
+from the first word about one part until its receiver has accepted it, on a warm lane.";
 
 pub const MODEL: &str = "\
 Examples:

@@ -12,6 +12,7 @@
 //! phases        which gaps a long prompt disturbed
 //! interference  running streams, long prompts arriving -> disturbed against quiet
 //! quality       weight and KV formats beside the same model in f32; needs no server
+//! transfer      KV between two workers, by transport, beside memcpy and plain TCP
 //! engine        one engine in this process against the machine's limits
 //! cost          CPU time of client, server and others during a run
 //! report        tables, progress bar, JSON
@@ -33,6 +34,7 @@ mod quality;
 mod report;
 mod sample;
 mod sweep;
+mod transfer;
 mod workload;
 
 use anyhow::Context as _;
@@ -55,6 +57,7 @@ pub fn run(command: BenchCommand) -> anyhow::Result<()> {
         BenchCommand::Sweep(args) => runtime.block_on(run_sweep(&args)),
         BenchCommand::Quality(args) => run_quality(&args),
         BenchCommand::Engine(args) => engine::run(&args),
+        BenchCommand::Transfer(args) => transfer::run(&args),
     }
 }
 

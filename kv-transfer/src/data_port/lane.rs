@@ -289,13 +289,8 @@ impl PortLane {
             payload_crc: crc,
         };
         let mut incoming = self.receiver.data(header)?;
-        let mut copied = 0;
-        while !incoming.is_whole() {
-            let brought = incoming.read(&mut self.scratch, &mut [], |buffers| {
-                Ok(lent.copy(extents, copied, buffers))
-            });
-            copied += brought.map_err(|error| Error::io("copy", error))?.payload;
-        }
+        let mut bytes = lent.read(extents);
+        incoming.take(&mut self.scratch, |buffer| bytes.fill(buffer));
         self.receiver.finish(incoming);
         Ok(())
     }

@@ -22,6 +22,9 @@ use crate::region::{self, RegionTable};
 /// Size of the buffer that unwanted bytes are read into.
 pub(crate) const SCRATCH_BYTES: usize = 256 << 10;
 
+/// Bytes copied at once, so that their checksum finds them in the nearest cache.
+const PIECE_BYTES: usize = 16 << 10;
+
 struct Slot {
     extent: ByteExtent,
     /// False for a part that was received before: its block must not change any more.
@@ -164,6 +167,47 @@ impl Incoming {
             payload,
             extra: got - payload,
         })
+    }
+
+    /// Takes the whole payload at once, out of memory: `fill` fills a buffer with the next
+    /// bytes. Each piece is checksummed while it is in the nearest cache. Without the right
+    /// to write, nothing is copied.
+    pub(crate) fn take(&mut self, scratch: &mut [u8], mut fill: impl FnMut(&mut [u8])) {
+        let guard = match &self.destination {
+            Some(destination) => Entry::guard(&destination.entry, destination.lane),
+            None => None,
+        };
+        if guard.is_none() {
+            self.destination = None;
+            self.scratched += self.remaining as u64;
+            self.remaining = 0;
+            return;
+        }
+        for slot in &self.slots {
+            let len = slot.extent.len as usize;
+            let mut crc = Crc32c::new();
+            let mut take = |piece: &mut [u8]| {
+                fill(piece);
+                crc.update(piece);
+            };
+            if slot.wanted {
+                // SAFETY: `guard` is the ticket's write guard and lives past the last use of
+                // the slice; each slot is visited once; `grant` checked the extent.
+                let bytes = unsafe { region::write(&self.regions, slot.extent, 0) };
+                bytes.chunks_mut(PIECE_BYTES).for_each(&mut take);
+            } else {
+                let mut left = len;
+                while left > 0 {
+                    let piece = left.min(PIECE_BYTES).min(scratch.len());
+                    take(&mut scratch[..piece]);
+                    left -= piece;
+                }
+                self.scratched += len as u64;
+            }
+            self.crcs.push(crc.value());
+        }
+        drop(guard);
+        self.remaining = 0;
     }
 
     /// Takes `payload` fresh bytes into the checksums. Runs under the write guard.

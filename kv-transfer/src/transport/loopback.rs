@@ -7,7 +7,6 @@
 //! that the sender was told by the receiver's worker.
 
 use std::collections::HashMap;
-use std::io::IoSliceMut;
 use std::sync::{Arc, LazyLock, Mutex, Weak};
 use std::time::Duration;
 
@@ -79,13 +78,10 @@ impl LoopbackLane {
             OutFrame::Control { scope, control, .. } => self.receiver.control(scope, control),
             OutFrame::Data { header, source, .. } => {
                 let mut incoming = self.receiver.data(header)?;
-                let mut copied = 0;
-                while !incoming.is_whole() {
-                    let brought = incoming.read(&mut self.scratch, &mut [], |buffers| {
-                        Ok(source.with_slices(copied, |slices| copy(slices, buffers)))
-                    });
-                    copied += brought.map_err(|error| Error::io("copy", error))?.payload;
-                }
+                source.with_slices(0, |slices| {
+                    let mut slices = Slices::new(slices);
+                    incoming.take(&mut self.scratch, |buffer| slices.fill(buffer));
+                });
                 self.receiver.finish(incoming);
                 Ok(())
             }
@@ -93,29 +89,37 @@ impl LoopbackLane {
     }
 }
 
-/// Copies `from` into `to`, in order, until one of them is over.
-fn copy(from: &[&[u8]], to: &mut [IoSliceMut<'_>]) -> usize {
-    let mut from = from.iter().copied();
-    let mut source: &[u8] = &[];
-    let mut copied = 0;
-    for target in to {
-        let mut filled = 0;
-        while filled < target.len() {
-            if source.is_empty() {
-                match from.next() {
-                    Some(next) => source = next,
-                    None => return copied,
+/// Pieces of memory, read in order.
+struct Slices<'a> {
+    rest: std::slice::Iter<'a, &'a [u8]>,
+    piece: &'a [u8],
+}
+
+impl<'a> Slices<'a> {
+    fn new(slices: &'a [&'a [u8]]) -> Self {
+        Self {
+            rest: slices.iter(),
+            piece: &[],
+        }
+    }
+
+    /// Fills `buffer` with the next bytes, as far as there are any.
+    fn fill(&mut self, mut buffer: &mut [u8]) {
+        while !buffer.is_empty() {
+            if self.piece.is_empty() {
+                match self.rest.next() {
+                    Some(next) => self.piece = next,
+                    None => return,
                 }
                 continue;
             }
-            let step = source.len().min(target.len() - filled);
-            target[filled..filled + step].copy_from_slice(&source[..step]);
-            source = &source[step..];
-            filled += step;
-            copied += step;
+            let step = self.piece.len().min(buffer.len());
+            let (head, tail) = buffer.split_at_mut(step);
+            head.copy_from_slice(&self.piece[..step]);
+            self.piece = &self.piece[step..];
+            buffer = tail;
         }
     }
-    copied
 }
 
 impl Lane for LoopbackLane {
@@ -163,8 +167,10 @@ mod tests {
     fn copies_across_uneven_pieces() {
         let mut out = [0u8; 7];
         let (first, second) = out.split_at_mut(4);
-        let mut to = [IoSliceMut::new(first), IoSliceMut::new(second)];
-        assert_eq!(copy(&[&[1, 2], &[], &[3], &[4, 5, 6]], &mut to), 6);
+        let pieces: [&[u8]; 4] = [&[1, 2], &[], &[3], &[4, 5, 6]];
+        let mut slices = Slices::new(&pieces);
+        slices.fill(first);
+        slices.fill(second);
         assert_eq!(out, [1, 2, 3, 4, 5, 6, 0]);
     }
 }

@@ -47,9 +47,10 @@ async fn memory_is_shared_unless_forbidden_and_the_tokens_are_the_same() {
         let what = format!("prefill {prefill}, decode {decode}");
         let launcher = Launcher::start().await;
         let flags = [prefill, decode].map(|one| format!("--kv-transport={one}"));
+        let (of_prefill, of_decode) = ([&*flags[0]], [&*flags[1]]);
         let (prefill, decode) = tokio::join!(
-            launcher.worker(Pool::Prefill, "p0", "rand", &[&flags[0]]),
-            launcher.worker(Pool::Decode, "d0", "rand", &[&flags[1]]),
+            launcher.worker(Pool::Prefill, "p0", "rand", &of_prefill),
+            launcher.worker(Pool::Decode, "d0", "rand", &of_decode),
         );
         let router = launcher.router(&SPLIT).await;
         router.wait_workers("rand", (1, 1), SOON).await;
@@ -86,7 +87,7 @@ fn lent(worker: &Worker) -> Vec<String> {
 /// Files that shared memory leaves where it has names.
 fn named_segments() -> Vec<String> {
     let files = std::fs::read_dir("/dev/shm").into_iter().flatten();
-    let names = files.filter_map(|file| Some(file.ok()?.file_name().into_string().ok()?));
+    let names = files.filter_map(|file| file.ok()?.file_name().into_string().ok());
     names.filter(|name| name.contains("baton")).collect()
 }
 

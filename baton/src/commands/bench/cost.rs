@@ -73,7 +73,7 @@ impl Meter {
     }
 }
 
-fn process_cpu_time() -> Duration {
+pub(super) fn process_cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ProcessCPUTime);
     Duration::new(
         u64::try_from(time.tv_sec).unwrap_or(0),

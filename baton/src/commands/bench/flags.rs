@@ -10,6 +10,7 @@ use serde::Serialize;
 use super::engine::flags::EngineBenchArgs;
 use super::lengths::Lengths;
 pub use super::sweep::flags::SweepArgs;
+use super::transfer::flags::TransferBenchArgs;
 use crate::cli::help;
 
 #[derive(Clone, Debug, Subcommand)]
@@ -30,6 +31,10 @@ pub enum BenchCommand {
     /// prefill and decode by batch and context, and how well step times are predicted.
     #[command(after_help = help::BENCH_ENGINE)]
     Engine(Box<EngineBenchArgs>),
+    /// Measure how fast KV goes from worker to worker, by transport and size of its parts,
+    /// beside copies in memory and a plain TCP pair.
+    #[command(after_help = help::BENCH_TRANSFER)]
+    Transfer(Box<TransferBenchArgs>),
 }
 
 /// The protocol that is spoken to the server.

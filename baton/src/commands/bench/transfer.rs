@@ -1,0 +1,196 @@
+//! `baton bench transfer`: how fast KV goes from one worker to another, by transport.
+//!
+//! ```text
+//! flags      the command line
+//! arena      pools of shuffled parts, and copies between them
+//! plain      what any transfer over TCP could be: a writev/readv pair on the same parts
+//! handoff    the product: grants, lanes, digests, a commit
+//! report     the result as a table and as JSON
+//! ```
+//!
+//! Both ends run in this process, each lane on threads of its own, as they would in two:
+//! lent memory is mapped a second time and TCP goes through the loopback interface. Every
+//! round runs every way once, so that what else the machine does falls on all alike; the
+//! best round of each counts, and shares are of figures from the same run.
+
+mod arena;
+pub mod flags;
+mod handoff;
+mod plain;
+mod report;
+
+use std::time::Instant;
+
+use anyhow::ensure;
+use baton_engine::kv::PoolSharing;
+use baton_kv_transfer::sender::TransportKind;
+use baton_observability::latency::Summary;
+
+use super::cost::{Meter, process_cpu_time};
+use super::report::{points_bar, publish};
+use arena::Arena;
+use flags::TransferBenchArgs;
+use handoff::Handoff;
+use plain::Pair;
+use report::{Latency, Setup, Throughput, TransferReport, Way};
+
+/// Measures, prints and stores.
+///
+/// # Errors
+/// Memory or sockets that the system refuses, bytes that did not arrive as they left, a
+/// file that cannot be written.
+pub fn run(args: &TransferBenchArgs) -> anyhow::Result<()> {
+    let report = measure(args)?;
+    publish(&report, &report.table(), &args.report)
+}
+
+fn measure(args: &TransferBenchArgs) -> anyhow::Result<TransferReport> {
+    let meter = Meter::start(None);
+    let ways = Way::ALL.len() as u64;
+    let sizes = args.part_bytes.len() as u64;
+    let steps = sizes * (ways * u64::from(args.rounds) + Way::WITH_LATENCY.len() as u64);
+    let bar = points_bar(steps, args.report.quiet);
+    let mut throughput = Vec::new();
+    let mut latency = Vec::new();
+    for part_bytes in &args.part_bytes {
+        let mut bench = Bench::new(part_bytes.0, args.total.0)?;
+        // Touches every page and opens every lane.
+        for way in Way::ALL {
+            bar.set_message(format!("{part_bytes} parts, {way}, not counted"));
+            bench.once(way)?;
+            bench.check(way)?;
+        }
+        let mut samples = vec![Vec::new(); Way::ALL.len()];
+        for _ in 0..args.rounds {
+            for (at, way) in Way::ALL.into_iter().enumerate() {
+                bar.set_message(format!("{part_bytes} parts, {way}"));
+                samples[at].push(bench.once(way)?);
+                bar.inc(1);
+            }
+        }
+        let measured = Way::ALL.into_iter().zip(&samples);
+        throughput.extend(Throughput::of_size(part_bytes.0, bench.bytes(), measured));
+        for way in Way::WITH_LATENCY {
+            bar.set_message(format!("one part of {part_bytes}, {way}"));
+            let mut micros = Vec::new();
+            for _ in 0..args.latency_rounds {
+                micros.push(bench.one_part(way)?);
+            }
+            bar.inc(1);
+            if let Some(summary) = Summary::of(&mut micros) {
+                latency.push(Latency::of(part_bytes.0, way, &summary));
+            }
+        }
+    }
+    bar.finish_and_clear();
+    Ok(TransferReport {
+        bench: "transfer",
+        setup: Setup {
+            total_bytes: args.total.0,
+            layers: arena::LAYERS,
+            rounds: args.rounds,
+            latency_rounds: args.latency_rounds,
+            cores: std::thread::available_parallelism().map_or(0, usize::from),
+        },
+        throughput,
+        latency,
+        cost: meter.stop(),
+    })
+}
+
+/// What one movement of all bytes took.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Sample {
+    pub seconds: f64,
+    /// Of both ends.
+    pub cpu_seconds: f64,
+}
+
+/// Every way at one size of parts.
+struct Bench {
+    /// The pool of a worker that keeps its memory to itself.
+    source: Arena,
+    /// The pool of one that lends it.
+    lendable: Arena,
+    target: Arena,
+    pair: Pair,
+    handoffs: [Handoff; 3],
+}
+
+impl Bench {
+    fn new(part_bytes: u32, total: u64) -> anyhow::Result<Self> {
+        let mut source = Arena::new(part_bytes, total, PoolSharing::Private, 1)?;
+        let mut lendable = Arena::new(part_bytes, total, PoolSharing::Lendable, 1)?;
+        let mut target = Arena::new(part_bytes, total, PoolSharing::Private, 2)?;
+        source.fill(3);
+        lendable.fill(3);
+        target.fill(4);
+        let handoffs = [
+            Handoff::start(TransportKind::Loopback, &source, &target)?,
+            Handoff::start(TransportKind::SharedMemory, &lendable, &target)?,
+            Handoff::start(TransportKind::Tcp, &source, &target)?,
+        ];
+        Ok(Self {
+            pair: Pair::connect()?,
+            source,
+            lendable,
+            target,
+            handoffs,
+        })
+    }
+
+    fn bytes(&self) -> u64 {
+        self.source.bytes()
+    }
+
+    fn handoff(&mut self, way: Way) -> Option<&mut Handoff> {
+        match way {
+            Way::Loopback => Some(&mut self.handoffs[0]),
+            Way::SharedMemory => Some(&mut self.handoffs[1]),
+            Way::Tcp => Some(&mut self.handoffs[2]),
+            Way::Memcpy | Way::ScatteredMemcpy | Way::PlainTcp => None,
+        }
+    }
+
+    fn once(&mut self, way: Way) -> anyhow::Result<Sample> {
+        if let Some(handoff) = self.handoff(way) {
+            return handoff.all();
+        }
+        let (started, cpu) = (Instant::now(), process_cpu_time());
+        match way {
+            Way::Memcpy => self.target.copy_whole(&self.source),
+            Way::PlainTcp => self.pair.all(&self.source, &mut self.target)?,
+            _ => self.target.copy_parts(&self.source),
+        }
+        Ok(Sample {
+            seconds: started.elapsed().as_secs_f64(),
+            cpu_seconds: (process_cpu_time() - cpu).as_secs_f64(),
+        })
+    }
+
+    /// Whether what `way` moved last arrived as it left; the target forgets it.
+    fn check(&mut self, way: Way) -> anyhow::Result<()> {
+        let from = match way {
+            Way::SharedMemory => &self.lendable,
+            _ => &self.source,
+        };
+        // A whole copy keeps the order of the source's pool, the others its parts' names.
+        let same = match way {
+            Way::Memcpy => self.target.is_like(from),
+            _ => self.target.holds_parts_of(from),
+        };
+        ensure!(same, "{way}: bytes did not arrive as they left");
+        self.target.fill(4);
+        Ok(())
+    }
+
+    /// Microseconds from the first word about one part to the receiver's acceptance.
+    fn one_part(&mut self, way: Way) -> anyhow::Result<f64> {
+        if let Some(handoff) = self.handoff(way) {
+            return handoff.one_part();
+        }
+        let started = Instant::now();
+        self.pair.one_part(&self.source, &mut self.target)?;
+        Ok(started.elapsed().as_secs_f64() * 1e6)
+    }
+}
