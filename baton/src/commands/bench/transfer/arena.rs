@@ -151,6 +151,8 @@ fn layout(part_bytes: u32) -> KvLayout {
             layers: (0..LAYERS).collect(),
         }],
         numerics: NumericsId([0; 16]),
+        origin: None,
+        shard: None,
     }
 }
 
