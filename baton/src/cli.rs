@@ -348,9 +348,30 @@ pub struct RouterRoleArgs {
     #[command(flatten)]
     pub router: RouterArgs,
     #[command(flatten)]
+    pub seeds: SeedArgs,
+    #[command(flatten)]
     pub tls: TlsArgs,
     #[command(flatten)]
     pub worker_tls: WorkerTlsArgs,
+}
+
+/// What a router starts with while etcd cannot be reached.
+#[derive(Clone, Debug, Default, Args)]
+#[command(next_help_heading = "Starting without etcd")]
+pub struct SeedArgs {
+    /// A worker to serve with until etcd has been read, `prefill=HOST:PORT` or
+    /// `decode=HOST:PORT` (its gRPC address); may be given several times.
+    #[arg(
+        long,
+        env = "BATON_WORKER",
+        value_delimiter = ',',
+        value_name = "ROLE=ADDRESS"
+    )]
+    pub worker: Vec<String>,
+    /// Folder where the last list of workers is kept, for the next start. One per
+    /// router and cluster; a damaged file is ignored with a warning.
+    #[arg(long, env = "BATON_STATE_DIR", value_name = "FOLDER")]
+    pub state_dir: Option<PathBuf>,
 }
 
 /// TLS of the router towards workers.

@@ -42,6 +42,7 @@ pub struct AdminState {
     registries: Arc<[Arc<Registry>]>,
     readiness: Arc<dyn Fn() -> Readiness + Send + Sync>,
     before_scrape: Arc<dyn Fn() + Send + Sync>,
+    detail: Arc<dyn Fn() -> Option<String> + Send + Sync>,
 }
 
 impl AdminState {
@@ -54,6 +55,7 @@ impl AdminState {
             registries: Arc::new([registry]),
             readiness: Arc::new(readiness),
             before_scrape: Arc::new(|| {}),
+            detail: Arc::new(|| None),
         }
     }
 
@@ -71,6 +73,16 @@ impl AdminState {
     /// Called before each scrape, to refresh gauges that are read from elsewhere. Must not block.
     pub fn before_scrape(mut self, refresh: impl Fn() + Send + Sync + 'static) -> Self {
         self.before_scrape = Arc::new(refresh);
+        self
+    }
+
+    /// Asked at each probe for a line that people should read beside the readiness.
+    /// Must not block.
+    pub fn with_detail(
+        mut self,
+        detail: impl Fn() -> Option<String> + Send + Sync + 'static,
+    ) -> Self {
+        self.detail = Arc::new(detail);
         self
     }
 
@@ -97,11 +109,13 @@ pub fn routes(state: AdminState) -> Router {
 }
 
 async fn ready(State(state): State<AdminState>) -> Response {
+    let detail = (state.detail)();
+    let detail = detail.map(|line| format!("{line}\n")).unwrap_or_default();
     match state.readiness() {
-        Readiness::Ready => "ready\n".into_response(),
+        Readiness::Ready => format!("ready\n{detail}").into_response(),
         Readiness::NotReady(reason) => (
             StatusCode::SERVICE_UNAVAILABLE,
-            format!("not ready: {reason}\n"),
+            format!("not ready: {reason}\n{detail}"),
         )
             .into_response(),
     }

@@ -6,11 +6,14 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_proto::Error;
 use baton_proto::transport::TlsSettings;
 use serde::{Deserialize, Serialize};
+
+use crate::last_view::Seed;
 
 /// Bytes of a resume key: what cannot be guessed, written as text.
 const RESUME_KEY_BYTES_MIN: usize = 32;
@@ -62,8 +65,11 @@ pub struct RouterConfig {
     pub handoff_timeout_ms: u64,
     /// A decoding request without a token. Covers preemption under load.
     pub stall_timeout_ms: u64,
-    /// A worker's watch stream without a word; workers send every 250 ms.
+    /// A worker's watch stream without a word (workers send every 250 ms): it gets no
+    /// new work, and what it has moves where another worker can take it.
     pub worker_silence_ms: u64,
+    /// The same, after which the worker is lost, whether another one is there or not.
+    pub worker_lost_ms: u64,
     /// A client that takes nothing while its buffer is full.
     pub slow_client_timeout_ms: u64,
     /// Events buffered for one client; past it the worker's stream is not read.
@@ -77,6 +83,10 @@ pub struct RouterConfig {
     pub resume_keys: Vec<String>,
     /// How long a resume token is good.
     pub resume_life_s: u64,
+    /// Workers to start with while the store cannot be read, `ROLE=HOST:PORT` each.
+    pub worker: Vec<String>,
+    /// Where the last view of the cluster is kept for such a start.
+    pub state_dir: Option<PathBuf>,
 }
 
 impl Default for RouterConfig {
@@ -102,13 +112,16 @@ impl Default for RouterConfig {
             prefill_timeout_ms: 120_000,
             handoff_timeout_ms: 10_000,
             stall_timeout_ms: 60_000,
-            worker_silence_ms: 3_000,
+            worker_silence_ms: 1_000,
+            worker_lost_ms: 3_000,
             slow_client_timeout_ms: 30_000,
             stream_buffer_events: 64,
             drain_ms: 10_000,
             exact: true,
             resume_keys: Vec::new(),
             resume_life_s: 3_600,
+            worker: Vec::new(),
+            state_dir: None,
         }
     }
 }
@@ -152,6 +165,14 @@ impl RouterConfig {
             );
             return Err(Error::invalid("resume_keys", message));
         }
+        self.seeds()?;
+        if self.worker_lost_ms < self.worker_silence_ms {
+            let message = format!(
+                "{} is below worker_silence_ms {}",
+                self.worker_lost_ms, self.worker_silence_ms
+            );
+            return Err(Error::invalid("worker_lost_ms", message));
+        }
         for (key, tenant) in &self.api_keys {
             if key.trim().is_empty() || tenant.trim().is_empty() {
                 return Err(Error::invalid(
@@ -178,6 +199,14 @@ impl RouterConfig {
             field,
             format!("`{address}` is not loopback; set api_keys or allow_anonymous"),
         ))
+    }
+
+    /// The workers named by hand.
+    ///
+    /// # Errors
+    /// [`baton_proto::ErrorKind::Invalid`] naming the setting.
+    pub(crate) fn seeds(&self) -> Result<Vec<Seed>, Error> {
+        self.worker.iter().map(|text| Seed::parse(text)).collect()
     }
 
     pub(crate) fn request_timeout(&self) -> Duration {

@@ -37,7 +37,7 @@ use crate::resume::fences::Fenced;
 use crate::resume::prompt_hash;
 use crate::resume::received::Cursor;
 use crate::text::{ChoiceText, StopRules};
-use crate::workers::{ServedModel, Worker};
+use crate::workers::{ServedModel, Worker, Workers};
 
 /// How long a finished or cancelled decode call may take to say its last word.
 /// Blocks are promised back within a second of a client's going.
@@ -178,6 +178,7 @@ impl Driver {
     /// Waits for what happens next. Cancel safe: every arm is.
     async fn next_event(&mut self) -> Event {
         let wake = self.job.received + self.machine.wake_at();
+        let numerics = self.numerics.filter(|_| self.job.exact);
         let worker = |worker: Option<&Arc<Worker>>| worker.map(Arc::clone);
         let decoder = worker(self.decode.as_ref().map(|session| &session.worker));
         let prefiller = worker(self.prefill.as_ref().map(|session| &session.worker));
@@ -190,8 +191,8 @@ impl Driver {
             // A prefill worker says little; a busy decode worker must not drown it.
             event = prefill_event(&mut self.prefill, &mut self.timing) => event,
             event = decode_event(&mut self.decode) => event,
-            event = lost(decoder) => event,
-            event = lost(prefiller) => event,
+            event = lost(decoder, &self.shared.workers, numerics) => event,
+            event = lost(prefiller, &self.shared.workers, numerics) => event,
         }
     }
 
@@ -563,6 +564,10 @@ impl Driver {
         let success = |ok: bool| if ok { Success::Ok } else { Success::Failed };
         let metrics = self.metrics();
         self.timing.ended(metrics);
+        if self.job.resumed.is_some() {
+            let resumed = metrics.resumed_requests.get(success(outcome.is_ok()));
+            resumed.inc();
+        }
         // All but the last try failed; the last one shares the request's fate.
         if self.retries > 0 {
             let when = if self.mid_stream {
@@ -620,11 +625,15 @@ async fn prefill_event(session: &mut Option<PrefillSession>, timing: &mut Timing
     }
 }
 
-async fn lost(worker: Option<Arc<Worker>>) -> Event {
+async fn lost(
+    worker: Option<Arc<Worker>>,
+    workers: &Workers,
+    numerics: Option<NumericsId>,
+) -> Event {
     let Some(worker) = worker else {
         return std::future::pending().await;
     };
-    let error = worker.lost().await;
+    let error = worker.lost(|| workers.can_replace(&worker, numerics)).await;
     Event::WorkerLost {
         worker: worker.key.clone(),
         error,

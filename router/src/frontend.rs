@@ -340,6 +340,14 @@ impl Frontend {
         self.shared.workers.readiness()
     }
 
+    /// What people should know beside [`Frontend::readiness`].
+    pub fn readiness_detail(&self) -> Option<String> {
+        let stale = self.shared.workers.is_stale();
+        stale.then(|| {
+            "the list of workers cannot be refreshed, the last known one is used".to_owned()
+        })
+    }
+
     /// Brings the gauges up to date before a scrape.
     pub fn refresh_metrics(&self) {
         self.shared.workers.publish(&self.shared.metrics);
@@ -353,9 +361,10 @@ impl Frontend {
 
     /// What the admin routes (`/livez`, `/readyz`, `/metrics`) serve.
     pub fn admin_state(&self) -> AdminState {
-        let (probe, scrape) = (self.clone(), self.clone());
+        let (probe, scrape, detail) = (self.clone(), self.clone(), self.clone());
         AdminState::new(Arc::clone(&self.shared.registry), move || probe.readiness())
             .before_scrape(move || scrape.refresh_metrics())
+            .with_detail(move || detail.readiness_detail())
     }
 
     /// The router's registry, for a process that has several.

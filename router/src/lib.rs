@@ -23,6 +23,7 @@ pub mod driver;
 pub mod frontend;
 pub mod grpc;
 pub mod http;
+pub mod last_view;
 pub mod placement;
 pub mod request;
 pub mod resume;

@@ -95,6 +95,13 @@ struct Prefill {
     accepted: bool,
 }
 
+#[derive(Clone, Debug)]
+struct BrokenLane {
+    prefill: WorkerKey,
+    decode: WorkerKey,
+    charged: bool,
+}
+
 /// The state of one request.
 #[derive(Debug)]
 pub struct Request {
@@ -113,6 +120,8 @@ pub struct Request {
     next_prefill: Option<WorkerKey>,
     excluded_decode: Vec<WorkerKey>,
     excluded_prefill: Vec<WorkerKey>,
+    /// Handoffs that broke between the two: either may be at fault.
+    broken_lanes: Vec<BrokenLane>,
     last_error: Option<Error>,
     cached_tokens: Option<u32>,
     /// The time of the event in hand.
@@ -137,6 +146,7 @@ impl Request {
             next_prefill: None,
             excluded_decode: Vec::new(),
             excluded_prefill: Vec::new(),
+            broken_lanes: Vec::new(),
             last_error: None,
             cached_tokens: None,
             now: Duration::ZERO,

@@ -18,11 +18,12 @@ use crate::admission::Admission;
 use crate::auth::Keys;
 use crate::config::RouterConfig;
 use crate::frontend::{Frontend, Shared};
+use crate::last_view::{self, LastView};
 use crate::placement::LeastTokens;
 use crate::placement::prefix_index::PrefixIndex;
 use crate::resume::ResumeKeys;
 use crate::resume::fences::Fences;
-use crate::workers::{Follower, Workers};
+use crate::workers::{Follower, Patience, Workers};
 
 /// A running router. Dropping it ends every request and aborts the rest;
 /// [`Router::stop`] drains and joins.
@@ -64,14 +65,27 @@ impl Router {
         });
         let stop_following = CancellationToken::new();
         let forget = Arc::clone(&shared);
+        let mut follower = JoinSet::new();
+        let last_view = LastView::open(
+            last_view::Settings {
+                seeds: shared.config.seeds()?,
+                state_dir: shared.config.state_dir.clone(),
+                tls: shared.config.worker_tls.clone(),
+            },
+            membership.watch(),
+        );
+        let view = last_view.watch();
+        follower.spawn(last_view.run(stop_following.clone()));
         let follow = Follower {
             workers: Arc::clone(&shared.workers),
-            membership,
+            view,
             tls: shared.config.worker_tls.clone(),
-            silence: Duration::from_millis(shared.config.worker_silence_ms),
+            patience: Patience {
+                silence: Duration::from_millis(shared.config.worker_silence_ms),
+                lost: Duration::from_millis(shared.config.worker_lost_ms),
+            },
             on_gone: Arc::new(move |key| forget.prefixes().remove(key)),
         };
-        let mut follower = JoinSet::new();
         follower.spawn(follow.run(stop_following.clone()));
         Ok(Self {
             shared,

@@ -11,18 +11,19 @@ mod models;
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::Duration;
 
 use baton_membership::{Role, WorkerRecord, WorkerState};
 use baton_observability::labels::{MemberState, PoolRole};
 use baton_observability::{Readiness, RouterMetrics};
 use baton_proto::model_card::ModelCard;
 use baton_proto::protocol::ProtocolVersion;
-use baton_proto::{Error, ErrorKind, ModelRevision, v1};
+use baton_proto::{Error, ErrorKind, ModelRevision, NumericsId, v1};
 use baton_tokenizer::Tokenizer;
 use tokio::sync::watch;
 use tonic::transport::Channel;
 
-pub use follow::Follower;
+pub use follow::{Follower, Patience};
 pub use models::ServedModel;
 
 use crate::placement::{Candidate, WorkerKey};
@@ -35,6 +36,8 @@ pub enum Link {
     Up,
     /// The stream ended; it may be back in a moment.
     Broken,
+    /// Not a word for a while; it may have stopped, or everything has.
+    Silent,
     /// Silent, unreachable, or another life is at its address.
     Lost,
 }
@@ -109,21 +112,33 @@ impl Worker {
             return MemberState::Ready;
         }
         match self.live.borrow().link {
-            Link::Lost | Link::Broken => MemberState::Lost,
+            Link::Lost | Link::Broken | Link::Silent => MemberState::Lost,
             _ if self.listed_draining.load(Ordering::Relaxed) => MemberState::Draining,
             Link::Up if self.listed_ready.load(Ordering::Relaxed) => MemberState::Draining,
             Link::New | Link::Up => MemberState::Starting,
         }
     }
 
-    /// Resolves when the worker is lost, with the reason. Cancel safe.
-    pub async fn lost(&self) -> Error {
+    /// Resolves when the worker is lost, with the reason; or when it is silent and
+    /// `replaceable` says that its work could go elsewhere, which is asked again and
+    /// again. Cancel safe.
+    pub async fn lost(&self, replaceable: impl Fn() -> bool) -> Error {
         let mut live = self.live.subscribe();
-        let reason = match live.wait_for(|live| live.link == Link::Lost).await {
-            Ok(live) => live.reason.clone(),
-            Err(_) => "the router stopped following it".to_owned(),
-        };
-        Error::new(ErrorKind::Unavailable, reason).with_reason("WORKER_LOST")
+        loop {
+            let (link, reason) = {
+                let now = live.borrow_and_update();
+                (now.link, now.reason.clone())
+            };
+            let changed = match link {
+                Link::Lost => return lost(reason),
+                Link::Silent if replaceable() => return lost(reason),
+                Link::Silent => tokio::time::timeout(DOUBT_INTERVAL, live.changed()).await,
+                _ => Ok(live.changed().await),
+            };
+            if matches!(changed, Ok(Err(_))) {
+                return lost("the router stopped following it".to_owned());
+            }
+        }
     }
 
     /// What placement sees of it.
@@ -159,6 +174,13 @@ impl Worker {
         }
     }
 }
+
+fn lost(reason: String) -> Error {
+    Error::new(ErrorKind::Unavailable, reason).with_reason("WORKER_LOST")
+}
+
+/// How often a silent worker's requests look for another one.
+const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A request at a worker, as this router counts it.
 pub struct Placed {
@@ -210,6 +232,21 @@ impl Workers {
             .filter(|worker| worker.card.revision == card.revision && worker.is_ready())
             .cloned()
             .collect()
+    }
+
+    /// Whether another worker could take over what this one does. A prompt can also be
+    /// computed by a decode worker. With `numerics`, only equal arithmetic counts.
+    pub fn can_replace(&self, worker: &Worker, numerics: Option<NumericsId>) -> bool {
+        self.ready_of(&worker.card).iter().any(|other| {
+            other.key != worker.key
+                && (other.role.decodes() || worker.role.prefills())
+                && numerics.is_none_or(|wanted| other.card.layout.numerics == wanted)
+        })
+    }
+
+    /// Whether the list of workers is out of date, as far as can be known.
+    pub fn is_stale(&self) -> bool {
+        self.stale.load(Ordering::Relaxed)
     }
 
     /// Every worker of a model revision, whatever its state.

@@ -6,4 +6,5 @@ mod grpc_api;
 mod http_api;
 mod openai_client;
 mod processes;
+mod resume;
 mod slo;

@@ -5,6 +5,10 @@
 //! together   load is shared, SIGTERM leaves cleanly, a router comes back, two models
 //! deaths     SIGKILL of prefill and decode workers under load, and at the first token
 //! transports what carries KV between processes of one host, and what is left of it
+//! moving     a stream whose decode worker dies is the undisturbed one, over both doors
+//! frozen     SIGSTOP: the right pool is blamed, and a worker comes back
+//! resuming   routers die or stand still, and clients go on at another one
+//! outage     etcd is gone: routers serve, and start, on what they knew
 //! ```
 //!
 //! Seen to fail: with SIGKILL in place of SIGTERM, since the record then waits for its
@@ -12,6 +16,10 @@
 //! took that for the death of every worker.
 
 mod deaths;
+mod frozen;
+mod moving;
+mod outage;
+mod resuming;
 mod together;
 mod transports;
 

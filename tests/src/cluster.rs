@@ -56,6 +56,7 @@ impl Default for Setup {
             // hides nothing, since every wait that matters has a test of its own.
             router: RouterConfig {
                 worker_silence_ms: 30_000,
+                worker_lost_ms: 60_000,
                 answer_timeout_ms: 60_000,
                 ..RouterConfig::default()
             },

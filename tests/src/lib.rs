@@ -9,6 +9,7 @@
 //! http      an HTTP client and a strict reader of event streams
 //! pace      time without the gaps of a busy machine
 //! process   a real etcd, real `baton` processes
+//! transcript  everything a client sees of a stream, broken off and resumed
 //! ```
 
 pub mod client;
@@ -19,3 +20,4 @@ pub mod models;
 pub mod oracle;
 pub mod pace;
 pub mod process;
+pub mod transcript;

@@ -142,6 +142,16 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
+    /// SIGSTOP: it answers nothing any more, and its sockets stay open.
+    pub fn freeze(&self) {
+        self.signal(Signal::STOP);
+    }
+
+    /// SIGCONT.
+    pub fn thaw(&self) {
+        self.signal(Signal::CONT);
+    }
+
     /// SIGKILL; returns when the process is gone.
     ///
     /// # Panics
@@ -188,8 +198,9 @@ impl Drop for Process {
 
 /// A real etcd with its data in a temporary folder.
 pub struct EtcdServer {
-    _process: Process,
+    process: Process,
     url: String,
+    args: Vec<String>,
 }
 
 impl EtcdServer {
@@ -233,8 +244,9 @@ impl EtcdServer {
                     let health = Http::new(address).get("/health").await;
                     if String::from_utf8_lossy(&health.body).contains("true") {
                         return Self {
-                            _process: process,
+                            process,
                             url,
+                            args: args.to_vec(),
                         };
                     }
                 }
@@ -242,6 +254,22 @@ impl EtcdServer {
             }
         }
         panic!("etcd did not start on five pairs of ports");
+    }
+
+    /// SIGKILL.
+    ///
+    /// # Panics
+    /// If it had gone before.
+    pub async fn kill(&mut self) {
+        self.process.kill().await;
+    }
+
+    /// Starts it again, on its ports and with its data.
+    ///
+    /// # Panics
+    /// If it cannot be started.
+    pub fn restart(&mut self, folder: &Path) {
+        self.process = Process::start("etcd", Path::new("etcd"), &self.args, folder);
     }
 
     /// Where it serves.
@@ -383,6 +411,15 @@ impl RouterProcess {
         InferenceClient::new(endpoint.connect_lazy())
     }
 
+    /// One sample of the metrics, by its whole name with labels; 0 if it is not there.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let reply = self.http().get("/metrics").await;
+        let text = String::from_utf8_lossy(&reply.body);
+        text.lines()
+            .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
+            .unwrap_or(0.0)
+    }
+
     /// Waits until a model has this many workers, prefill and decode.
     ///
     /// # Panics
@@ -423,6 +460,11 @@ impl Launcher {
         let folder = tempfile::tempdir().expect("a temporary folder");
         let etcd = EtcdServer::start(folder.path()).await;
         Self { etcd, folder }
+    }
+
+    /// Starts the etcd again after it was killed.
+    pub fn restart_etcd(&mut self) {
+        self.etcd.restart(self.folder.path());
     }
 
     /// A folder for this test's files.
@@ -471,13 +513,17 @@ impl Launcher {
         let mut args = vec![role.to_owned()];
         args.extend([
             format!("--etcd={}", self.etcd.url()),
-            "--etcd-ttl-s=10".to_owned(),
             format!("--worker-id={id}"),
             format!("--model={}", fixture_path(fixture).display()),
-            "--kv-dtype=f32".to_owned(),
             "--kv-tokens=16384".to_owned(),
             "--chunk-tokens=64".to_owned(),
         ]);
+        for default in ["--etcd-ttl-s=10", "--kv-dtype=f32"] {
+            let (flag, _) = default.split_once('=').unwrap_or((default, ""));
+            if !extra.iter().any(|arg| arg.starts_with(flag)) {
+                args.push(default.to_owned());
+            }
+        }
         args.extend(extra.iter().map(|arg| (*arg).to_owned()));
         let mut process = Process::start(id, &baton_binary(), &args, self.folder.path());
         let (control, admin) = process

@@ -12,6 +12,7 @@ use super::up::bind;
 use super::{print, runtime, shutdown_signal};
 use crate::cli::{DecodeRoleArgs, ModelArgs, PrefillRoleArgs, RouterRoleArgs, TlsArgs};
 use crate::cluster::{Doors, serve_doors};
+use crate::settings::flag_error;
 use crate::settings::{self, ServedModel};
 
 /// `baton router`.
@@ -19,14 +20,16 @@ use crate::settings::{self, ServedModel};
 /// # Errors
 /// A setting or a port that cannot be used.
 pub fn router(args: RouterRoleArgs) -> anyhow::Result<()> {
-    let config = settings::router_config(&args.router, &args.tls, &args.worker_tls)?;
+    let mut config = settings::router_config(&args.router, &args.tls, &args.worker_tls)?;
+    config.worker.clone_from(&args.seeds.worker);
+    config.state_dir.clone_from(&args.seeds.state_dir);
     runtime()?.block_on(async {
         let shutdown = shutdown_signal()?;
         let http = bind("--http", config.http).await?;
         let grpc = bind("--grpc", config.grpc).await?;
         let (http_at, grpc_at) = (http.local_addr()?, grpc.local_addr()?);
         let membership = settings::membership(&args.etcd)?;
-        let router = Router::start(config, Arc::clone(&membership))?;
+        let router = Router::start(config, Arc::clone(&membership)).map_err(flag_error)?;
         // A process serves on although nobody reads this; likewise below.
         drop(print(&format!(
             "baton router: {}://{http_at} grpc {grpc_at}\n",

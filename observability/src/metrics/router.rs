@@ -40,6 +40,8 @@ metric_set! {
             "Placements of a request after its first one.";
         migrations: ByLabel<Success, Counter> = "baton_migrations_total", Events, &[],
             "Running sequences moved to another decode worker.";
+        resumed_requests: ByLabel<Success, Counter> = "baton_resumed_requests_total", Requests, &[],
+            "Streams that clients went on with after a break, by how they ended. Each is also counted as a request.";
         cancel_to_release: Histogram = "baton_client_cancel_to_release_seconds", Seconds, buckets::PHASE_SECONDS,
             "From the client gone to the workers' word that the request's blocks are free.";
         decisions: ByLabel<Decision, Counter> = "baton_router_decisions_total", Events, &[],

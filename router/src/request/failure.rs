@@ -3,13 +3,17 @@
 //! A refusal (a worker that did not take the request) costs nothing but that
 //! worker's place among the candidates; a failure after it took the request is
 //! charged, and [`super::Spec::attempts_max`] of those end the request.
+//!
+//! A handoff that breaks on its way is first put to the prefill worker. If the decode
+//! worker turns out dead, or a second prefill worker cannot reach it either, it was the
+//! decode worker, and the prefill workers are candidates again.
 
 use std::time::Duration;
 
 use baton_proto::live_requests::RESUMED_ELSEWHERE;
 use baton_proto::{Error, ErrorKind};
 
-use super::{Action, Prefilling, Request, Stage, TokenLog, WorkerKey};
+use super::{Action, BrokenLane, Prefilling, Request, Stage, TokenLog, WorkerKey};
 
 /// Whether another worker would say the same.
 fn is_final(kind: ErrorKind) -> bool {
@@ -19,6 +23,15 @@ fn is_final(kind: ErrorKind) -> bool {
             | ErrorKind::Unauthenticated
             | ErrorKind::Unsupported
             | ErrorKind::TooLarge
+    )
+}
+
+/// Whether a handoff broke on its way: the sender saw its receiver go, or could not
+/// reach it. The fault may be at either end.
+fn is_between(error: &Error) -> bool {
+    matches!(
+        error.reason.as_str(),
+        "HANDOFF_PEER_LOST" | "HANDOFF_FAILED"
     )
 }
 
@@ -70,6 +83,23 @@ impl Request {
             return;
         }
         if let Some(prefill) = prefill {
+            if let Some(decode) = &self.decode
+                && is_between(&error)
+            {
+                let decode = decode.worker.clone();
+                let again = self
+                    .broken_lanes
+                    .iter()
+                    .any(|lane| lane.decode == decode && lane.prefill != prefill.worker);
+                if again {
+                    return self.decode_failed(error, out);
+                }
+                self.broken_lanes.push(BrokenLane {
+                    prefill: prefill.worker.clone(),
+                    decode,
+                    charged: prefill.accepted,
+                });
+            }
             let error = attribute("prefill", &prefill.worker, error);
             self.excluded_prefill.push(prefill.worker);
             if !self.may_go_on(error, prefill.accepted, out) {
@@ -92,12 +122,25 @@ impl Request {
         }
         out.push(Action::CancelDecode);
         self.next_prefill = None;
+        self.clear_senders_to(&decode.worker);
         let error = attribute("decode", &decode.worker, error);
         self.excluded_decode.push(decode.worker);
         self.logs.iter_mut().for_each(TokenLog::forget_held);
         if self.may_go_on(error, decode.took, out) {
             self.count_retry(decode.running, out);
             self.place(out);
+        }
+    }
+
+    /// Prefill workers whose handoff to this decode worker broke were not at fault.
+    fn clear_senders_to(&mut self, decode: &WorkerKey) {
+        let (theirs, others) = std::mem::take(&mut self.broken_lanes)
+            .into_iter()
+            .partition::<Vec<_>, _>(|lane| lane.decode == *decode);
+        self.broken_lanes = others;
+        for lane in theirs {
+            self.excluded_prefill.retain(|key| *key != lane.prefill);
+            self.failures -= u32::from(lane.charged);
         }
     }
 

@@ -28,6 +28,10 @@ fn error(kind: &str) -> Error {
         "fenced" => ErrorKind::Fenced,
         "deadline" => ErrorKind::Deadline,
         "internal" => ErrorKind::Internal,
+        "between" => {
+            return Error::new(ErrorKind::Unavailable, "boom").with_reason("HANDOFF_PEER_LOST");
+        }
+        "resumed" => return baton_proto::live_requests::resumed_elsewhere(),
         other => panic!("no kind {other}"),
     };
     Error::new(kind, "boom")
@@ -265,7 +269,10 @@ impl Scene {
 
 /// Plays a transcript; returns the machine as it stands at the end.
 fn check(n: u32, max_tokens: u32, transcript: &str) -> Request {
-    let mut scene = Scene::new(n, max_tokens);
+    play(Scene::new(n, max_tokens), transcript)
+}
+
+fn play(mut scene: Scene, transcript: &str) -> Request {
     let mut seen = String::new();
     let mut wanted = String::new();
     for line in transcript.lines().map(str::trim) {
@@ -1185,5 +1192,145 @@ fn the_deadline_names_what_it_interrupted() {
             > at 100001
             ",
         ),
+    );
+}
+
+#[test]
+fn a_broken_lane_is_put_to_the_worker_that_turns_out_dead() {
+    // P loses its receiver; the receiver falls silent a moment later: P is not at fault.
+    let transcript = SPLIT.to_owned()
+        + "
+        > p failed between
+        drop-prefill
+        retry
+        place keep d1 not p1
+        > placed p2 d1
+        reticket #2
+        > lost d1
+        cancel-decode
+        retry
+        place not d1
+        > placed p1 d2
+        start d2 receive #3
+        > d reserved 3
+        prefill p1 #3
+        ";
+    let machine = check(1, 8, &transcript);
+    assert_eq!(machine.failures, 1, "one death, charged once");
+}
+
+#[test]
+fn a_decode_worker_that_nobody_reaches_is_left() {
+    let transcript = SPLIT.to_owned()
+        + "
+        > p failed between
+        drop-prefill
+        retry
+        place keep d1 not p1
+        > placed p2 d1
+        reticket #2
+        > d reserved 2
+        prefill p2 #2
+        > p accepted
+        > p failed between
+        drop-prefill
+        cancel-decode
+        retry
+        place not d1
+        ";
+    let machine = check(1, 8, &transcript);
+    assert_eq!(machine.failures, 1);
+}
+
+#[test]
+fn a_request_that_was_resumed_elsewhere_is_not_placed_again() {
+    let machine = check(
+        1,
+        8,
+        "
+        > begin
+        place
+        > placed local d1
+        start d1 local #1
+        > d started 0
+        > d tokens 0@0 5 6
+        emit 0@0 5 6
+        > d ended resumed
+        cancel-decode
+        fail Fenced RESUMED_ELSEWHERE: the client resumed this request on another connection
+        ",
+    );
+    assert_eq!(machine.stage(), Stage::Finished);
+}
+
+fn resumed(n: u32, max_tokens: u32, ids: &[&[TokenId]]) -> Scene {
+    let mut scene = Scene::new(n, max_tokens);
+    for (choice, ids) in ids.iter().enumerate() {
+        scene.machine.take_over(choice as u32, ids.to_vec());
+    }
+    scene
+}
+
+#[test]
+fn what_a_client_has_is_forced_but_for_its_last_token() {
+    play(
+        resumed(1, 8, &[&[5, 6, 7]]),
+        "
+        > begin
+        place resume 3
+        > placed p1 d1
+        start d1 receive #1 forced [[5, 6]]
+        > d reserved 1
+        prefill p1 #1 forced [[5, 6]]
+        > p accepted
+        > p started 4
+        > p first 7
+        > d committed 7
+        > d tokens 0@3 8
+        emit 0@3 8
+        > d failed unavailable
+        drop-prefill
+        cancel-decode
+        retry mid-stream migration
+        place not d1 resume 4
+        > placed local d2
+        start d2 local #2 forced [[5, 6, 7, 8]]
+        ",
+    );
+}
+
+#[test]
+fn a_choice_that_ended_with_the_clients_last_token_ends_again() {
+    play(
+        resumed(2, 8, &[&[5, 6], &[]]),
+        "
+        > begin
+        place resume 2 local-only
+        > placed local d1
+        start d1 local #1 forced [[5], []]
+        > d started 0
+        > d tokens 0@1 6
+        > d tokens 1@0 9
+        emit 1@0 9
+        > d end 0 stop 2
+        finish 0 stop
+        ",
+    );
+}
+
+#[test]
+fn a_last_token_that_was_never_sent_is_the_clients_mistake() {
+    play(
+        resumed(1, 8, &[&[5, 6]]),
+        "
+        > begin
+        place resume 2
+        > placed local d1
+        start d1 local #1 forced [[5]]
+        > d started 0
+        > d tokens 0@1 7
+        fail Invalid RESUME_MISMATCH: choice 0 index 1: the client claims token 6, 7 was drawn
+        cancel-decode
+        ",
     );
 }

@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
-use baton_membership::{Membership, View, WorkerRecord};
+use baton_membership::{View, WorkerRecord};
 use baton_proto::status::from_status;
 use baton_proto::tokenizer_spec::TokenizerSpec;
 use baton_proto::transport::{self, TlsSettings};
@@ -36,14 +36,23 @@ const TOKENIZER_BYTES_MAX: usize = 256 << 20;
 const TOKENIZER_TIMEOUT: Duration = Duration::from_secs(60);
 /// The pause before a broken stream is opened again: doubles from the first to the last.
 const PAUSE_FIRST: Duration = Duration::from_millis(50);
-const PAUSE_LAST: Duration = Duration::from_secs(2);
+const PAUSE_LAST: Duration = Duration::from_secs(1);
+
+/// How long a worker's silence is borne.
+#[derive(Clone, Copy, Debug)]
+pub struct Patience {
+    /// Until it gets no new work.
+    pub silence: Duration,
+    /// Until it is lost. At least `silence`.
+    pub lost: Duration,
+}
 
 /// What the tasks need.
 pub struct Follower {
     pub workers: Arc<Workers>,
-    pub membership: Arc<dyn Membership>,
+    pub view: watch::Receiver<Arc<View>>,
     pub tls: TlsSettings,
-    pub silence: Duration,
+    pub patience: Patience,
     /// Told of each worker that left or was lost.
     pub on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
 }
@@ -51,7 +60,7 @@ pub struct Follower {
 impl Follower {
     /// Follows until `stop`; then every worker's task has ended.
     pub async fn run(self, stop: CancellationToken) {
-        let mut view = self.membership.watch();
+        let mut view = self.view.clone();
         let mut tasks: JoinSet<()> = JoinSet::new();
         let mut handles: HashMap<WorkerKey, AbortHandle> = HashMap::new();
         loop {
@@ -98,7 +107,7 @@ impl Follower {
                     let handle = tasks.spawn(follow(
                         Arc::clone(&worker),
                         Arc::clone(&self.workers),
-                        self.silence,
+                        self.patience,
                         Arc::clone(&self.on_gone),
                     ));
                     if let Some(old) = handles.insert(key.clone(), handle) {
@@ -145,6 +154,16 @@ impl Follower {
     }
 }
 
+/// Takes a worker that has fallen silent out of rotation.
+fn doubt(worker: &Worker, reason: String) {
+    tracing::warn!(worker = %worker.key.id, address = worker.control, reason, "worker silent");
+    worker.live.send_modify(|live| {
+        live.link = Link::Silent;
+        live.ready = false;
+        live.reason = reason;
+    });
+}
+
 fn lose(worker: &Worker, reason: &str) {
     worker.live.send_if_modified(|live| {
         let news = live.link != Link::Lost;
@@ -158,11 +177,11 @@ fn lose(worker: &Worker, reason: &str) {
 async fn follow(
     worker: Arc<Worker>,
     workers: Arc<Workers>,
-    silence: Duration,
+    patience: Patience,
     on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
 ) {
     tokio::join!(
-        follow_load(&worker, silence, &*on_gone),
+        follow_load(&worker, patience, &*on_gone),
         fetch_tokenizer(&worker, &workers)
     );
 }
@@ -174,10 +193,10 @@ enum End {
     Lost(String),
 }
 
-async fn follow_load(worker: &Worker, silence: Duration, on_gone: &(dyn Fn(&WorkerKey) + Sync)) {
+async fn follow_load(worker: &Worker, patience: Patience, on_gone: &(dyn Fn(&WorkerKey) + Sync)) {
     let mut pause = PAUSE_FIRST;
     loop {
-        let (heard, end) = follow_once(worker, silence).await;
+        let (heard, end) = follow_once(worker, patience).await;
         if heard {
             pause = PAUSE_FIRST;
         }
@@ -199,24 +218,36 @@ async fn follow_load(worker: &Worker, silence: Duration, on_gone: &(dyn Fn(&Work
                 lose(worker, &reason);
             }
         }
-        tokio::time::sleep(pause).await;
+        // Spread out, so that routers do not all knock at once.
+        tokio::time::sleep(pause.mul_f64(rand::random_range(0.75..1.25))).await;
         pause = (pause * 2).min(PAUSE_LAST);
     }
 }
 
 /// One watch stream, from call to end; and whether anything was heard.
-async fn follow_once(worker: &Worker, silence: Duration) -> (bool, End) {
-    let silent = || format!("not a word for {} ms", silence.as_millis());
+///
+/// A silence first takes the worker out of rotation, on the same stream: a word brings
+/// it back. Only a longer one makes it lost.
+async fn follow_once(worker: &Worker, patience: Patience) -> (bool, End) {
+    let silent = |time: Duration| format!("not a word for {} ms", time.as_millis());
+    let silence = patience.silence;
     let opened = match unless_silent(silence, open_watch(worker)).await {
-        None => return (false, End::Lost(silent())),
+        None => return (false, End::Lost(silent(silence))),
         Some(Err(error)) => return (false, End::Lost(error.message)),
         Some(Ok(stream)) => stream,
     };
     let mut stream = opened;
     let mut heard = false;
     loop {
-        match unless_silent(silence, stream.message()).await {
-            None => return (heard, End::Lost(silent())),
+        let next = stream.message();
+        tokio::pin!(next);
+        let mut word = unless_silent(silence, &mut next).await;
+        if word.is_none() {
+            doubt(worker, silent(silence));
+            word = unless_silent(patience.lost - silence, next).await;
+        }
+        match word {
+            None => return (heard, End::Lost(silent(patience.lost))),
             Some(Err(status)) => return (heard, End::Broken(from_status(&status).message)),
             Some(Ok(None)) => return (heard, End::Broken("it closed its watch stream".to_owned())),
             Some(Ok(Some(event))) => {
@@ -225,6 +256,9 @@ async fn follow_once(worker: &Worker, silence: Duration) -> (bool, End) {
                     return (heard, End::Lost(reason));
                 }
                 heard = true;
+                if worker.live.borrow().link == Link::Silent {
+                    tracing::info!(worker = %worker.key.id, "worker speaks again");
+                }
                 worker.live.send_modify(|live| {
                     live.link = Link::Up;
                     live.ready = event.state == "ready";
