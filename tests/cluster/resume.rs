@@ -2,8 +2,6 @@
 //! in any of three ways to say what it has, the whole is the undisturbed stream.
 //!
 //! One router here, and real engines; that routers die is among [`crate::processes`].
-//! Seen to fail: with the last token of a client forced instead of drawn again (a
-//! choice that ended with it went on).
 
 use baton_proto::v1;
 use baton_router::auth::ANONYMOUS;
