@@ -20,26 +20,34 @@ pub enum TransportChoice {
     Auto,
     /// Shared memory alone: peers elsewhere are refused, and no data port listens.
     SharedMemory,
+    /// NIXL where both ends have it, TCP with the rest.
+    Nixl,
     /// TCP alone: no memory is lent, nor taken.
     Tcp,
 }
 
 impl TransportChoice {
     /// Every choice.
-    pub const ALL: [Self; 3] = [Self::Auto, Self::SharedMemory, Self::Tcp];
+    pub const ALL: [Self; 4] = [Self::Auto, Self::SharedMemory, Self::Nixl, Self::Tcp];
 
     /// As it is written.
     pub const fn name(self) -> &'static str {
         match self {
             Self::Auto => "auto",
             Self::SharedMemory => "shared-memory",
+            Self::Nixl => "nixl",
             Self::Tcp => "tcp",
         }
     }
 
-    /// Whether memory may be lent between processes.
+    /// Whether memory may be lent between processes of a host.
     pub const fn shares_memory(self) -> bool {
-        !matches!(self, Self::Tcp)
+        matches!(self, Self::Auto | Self::SharedMemory)
+    }
+
+    /// Whether memory may be lent over NIXL.
+    pub const fn uses_nixl(self) -> bool {
+        matches!(self, Self::Nixl)
     }
 
     /// Whether bytes may travel.
@@ -51,6 +59,7 @@ impl TransportChoice {
     pub fn kinds(self) -> Vec<TransportKind> {
         let mut kinds = vec![TransportKind::Loopback];
         kinds.extend(self.shares_memory().then_some(TransportKind::SharedMemory));
+        kinds.extend(self.uses_nixl().then_some(TransportKind::Nixl));
         kinds.extend(self.uses_tcp().then_some(TransportKind::Tcp));
         kinds
     }
@@ -67,7 +76,7 @@ impl FromStr for TransportChoice {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let found = Self::ALL.into_iter().find(|choice| choice.name() == text);
-        found.ok_or_else(|| "give auto, shared-memory or tcp".to_owned())
+        found.ok_or_else(|| "give auto, shared-memory, nixl or tcp".to_owned())
     }
 }
 
@@ -76,6 +85,7 @@ impl From<TransportKind> for Transport {
         match kind {
             TransportKind::Loopback => Self::Loopback,
             TransportKind::SharedMemory => Self::SharedMemory,
+            TransportKind::Nixl => Self::Nixl,
             TransportKind::Tcp => Self::Tcp,
         }
     }
@@ -87,10 +97,11 @@ mod tests {
 
     #[test]
     fn what_is_written_decides_what_is_tried() {
-        use TransportKind::{Loopback, SharedMemory, Tcp};
+        use TransportKind::{Loopback, Nixl, SharedMemory, Tcp};
         for (text, kinds) in [
             ("auto", vec![Loopback, SharedMemory, Tcp]),
             ("shared-memory", vec![Loopback, SharedMemory]),
+            ("nixl", vec![Loopback, Nixl, Tcp]),
             ("tcp", vec![Loopback, Tcp]),
         ] {
             let choice: TransportChoice = text.parse().unwrap();

@@ -92,8 +92,12 @@ pub enum Kind {
     Aborted = 11,
     Ping = 12,
     Pong = 13,
-    /// Sender, in shared memory: where the bytes of consecutive parts lie.
+    /// Sender, in shared memory or over NIXL: where the bytes of consecutive parts lie.
     Offer = 14,
+    /// Sender, before anything else: how its memory can be read over NIXL.
+    Lend = 15,
+    /// Receiver: how much it will have offered at once; 0 if it cannot read there.
+    Lent = 16,
 }
 
 impl Kind {
@@ -113,6 +117,8 @@ impl Kind {
             12 => Self::Ping,
             13 => Self::Pong,
             14 => Self::Offer,
+            15 => Self::Lend,
+            16 => Self::Lent,
             _ => return None,
         })
     }

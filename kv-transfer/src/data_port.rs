@@ -16,10 +16,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use baton_proto::protocol::{CURRENT, FEATURE_NIXL_LANE, ProtocolVersion};
 use rustix::event::PollFlags;
 use rustls::ServerConfig;
 
 use crate::error::Error;
+use crate::nixl::NixlLibrary;
 use crate::receiver::Receiver;
 use crate::receiver::lane::ReceiverLane;
 use crate::receiver::outbox::Outbox;
@@ -59,6 +61,9 @@ pub struct DataPortConfig {
     /// Whether senders of this host and user may lend their memory instead of sending
     /// bytes, over a Unix socket that the receiver's process token names. Default true.
     pub shared_memory: bool,
+    /// Reads what senders lend over NIXL instead of sending bytes; bypasses TLS. Default
+    /// `None`: they send bytes.
+    pub nixl: Option<NixlLibrary>,
 }
 
 impl Default for DataPortConfig {
@@ -74,6 +79,7 @@ impl Default for DataPortConfig {
             silence_max: Duration::from_secs(1),
             tls: None,
             shared_memory: true,
+            nixl: None,
         }
     }
 }
@@ -261,7 +267,8 @@ impl Porter {
     fn hear(&mut self) {
         let now = Instant::now();
         for mut stranger in std::mem::take(&mut self.strangers) {
-            let step = stranger.step(self.receiver.lane_key(), |session| self.is_busy(session));
+            let key = self.receiver.lane_key();
+            let step = stranger.step(key, self.version(), |session| self.is_busy(session));
             match step {
                 Step::Wait if now.duration_since(stranger.since) < self.config.hello_timeout => {
                     self.strangers.push_back(stranger);
@@ -270,6 +277,15 @@ impl Porter {
                 Step::Proved(session) => self.start_lane(stranger, session),
             }
         }
+    }
+
+    /// What this port speaks.
+    fn version(&self) -> ProtocolVersion {
+        let mut version = CURRENT;
+        if self.config.nixl.is_some() {
+            version.features |= FEATURE_NIXL_LANE;
+        }
+        version
     }
 
     fn is_busy(&self, session: SessionId) -> bool {

@@ -5,7 +5,8 @@
 //! which owns grants, retries, deadlines and fencing, and the *transports*, which
 //! only move bytes: [`sender::TransportKind::Loopback`] inside one process,
 //! [`sender::TransportKind::SharedMemory`] between processes of one host whose sender keeps
-//! its blocks in [`SharedMemory`], and [`sender::TransportKind::Tcp`] between all others.
+//! its blocks in [`SharedMemory`], [`sender::TransportKind::Nixl`] where both ends were given
+//! NIXL, and [`sender::TransportKind::Tcp`] between all others.
 //!
 //! ```text
 //! decode worker (D)                              prefill worker (P)
@@ -21,8 +22,8 @@
 //! sides and in time; `tests/conformance` says what that is tried against. With the feature
 //! `test-support`, `mem` drives both ends in one thread, with seeded faults in virtual time.
 //!
-//! Between the two: tickets name grants, ordinals name blocks; addresses and block
-//! ids never travel. Lanes authenticate with a keyed BLAKE3 MAC over fresh nonces
+//! Between the two: tickets name grants, ordinals name blocks; the receiver's addresses and
+//! block ids never travel. Lanes authenticate with a keyed BLAKE3 MAC over fresh nonces
 //! of both ends. A plain lane is *not* encrypted and its frames carry checksums, not
 //! MACs: run it on a network whose links are trusted, or on loopback (the default
 //! bind). With [`DataPortConfig::tls`] and [`sender::SenderConfig::tls`] everything,
@@ -40,6 +41,7 @@ pub mod error;
 pub mod fault_proxy;
 #[cfg(feature = "test-support")]
 pub mod mem;
+pub mod nixl;
 pub mod part;
 pub mod pool;
 pub mod receiver;
@@ -54,6 +56,7 @@ pub use choice::TransportChoice;
 pub use data_port::{DataPort, DataPortConfig};
 pub use environment::Environment;
 pub use error::{Error, Refusal};
+pub use nixl::{NixlError, NixlLender, NixlLibrary};
 #[cfg(feature = "test-support")]
 pub use region::Access;
 pub use region::{MemoryRegion, RegionTable};

@@ -106,6 +106,12 @@ impl MemoryRegion {
     #[cfg(not(feature = "test-support"))]
     fn tell(&self, _extent: ByteExtent, _from: usize, _write: bool) {}
 
+    /// Where it lies.
+    #[cfg(feature = "nixl")]
+    pub(crate) fn address(&self) -> usize {
+        self.base as usize
+    }
+
     /// Bytes of the region.
     pub fn len(&self) -> usize {
         self.len

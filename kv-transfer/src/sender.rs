@@ -35,6 +35,7 @@ use crate::environment::Environment;
 use crate::error::{Error, Refusal};
 #[cfg(feature = "test-support")]
 use crate::mem;
+use crate::nixl::NixlLender;
 use crate::region::RegionTable;
 use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
 use crate::transport::stream::lane_client;
@@ -74,6 +75,9 @@ pub enum TransportKind {
     /// if every region is of [`crate::SharedMemory`]. A lane that cannot be opened like that
     /// goes on as the transport after it.
     SharedMemory,
+    /// The receiver reads this process' memory over NIXL, if both ends were set up for it.
+    /// A lane whose receiver cannot goes on as TCP, if that is listed as well.
+    Nixl,
     /// A TCP connection to the data port.
     Tcp,
 }
@@ -115,6 +119,8 @@ pub struct SenderConfig {
     /// Every TCP lane inside TLS; ports without it are refused. Default `None`: plain TCP,
     /// ports with TLS are refused.
     pub tls: Option<Arc<ClientConfig>>,
+    /// What receivers may read over NIXL: `regions`, registered. Default `None`.
+    pub nixl: Option<NixlLender>,
     /// Time and chance. Default: the system's.
     pub environment: Environment,
     /// Where lanes lead to instead of the transports. Default `None`.
@@ -144,6 +150,7 @@ impl SenderConfig {
             connect_timeout: Duration::from_secs(1),
             lane_idle_max: Duration::from_secs(10),
             tls: None,
+            nixl: None,
             environment: Environment::default(),
             #[cfg(feature = "test-support")]
             network: None,
@@ -323,6 +330,9 @@ impl Sender {
                         otherwise: self.by_tcp(target),
                     });
                 }
+                (TransportKind::Nixl, Some(address)) if self.lanes.config.nixl.is_some() => {
+                    return Ok(Peer::Nixl(address_of(target, address)));
+                }
                 (TransportKind::Tcp, Some(_)) => {
                     if let Some(by_tcp) = self.by_tcp(target) {
                         return Ok(Peer::Tcp(by_tcp));
@@ -345,15 +355,19 @@ impl Sender {
     fn by_tcp(&self, target: &LaneTarget) -> Option<Address> {
         let is_on = self.lanes.config.transports.contains(&TransportKind::Tcp);
         let address = target.data_address.filter(|_| is_on)?;
-        Some(Address {
-            address,
-            server_name: target.server_name.clone(),
-            key: target.lane_key.clone(),
-        })
+        Some(address_of(target, address))
     }
 
     /// Transfers that have not ended, or whose lane has not let go of them.
     pub fn transfers_open(&self) -> usize {
         self.lanes.transfers_open.load(Ordering::Relaxed)
+    }
+}
+
+fn address_of(target: &LaneTarget, address: SocketAddr) -> Address {
+    Address {
+        address,
+        server_name: target.server_name.clone(),
+        key: target.lane_key.clone(),
     }
 }

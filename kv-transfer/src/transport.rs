@@ -7,6 +7,7 @@
 
 pub(crate) mod connect;
 pub(crate) mod loopback;
+pub(crate) mod nixl;
 pub(crate) mod shared_memory;
 pub(crate) mod stream;
 pub(crate) mod tcp;

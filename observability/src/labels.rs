@@ -248,6 +248,8 @@ label! {
         Loopback = ["loopback"],
         /// A copy out of memory that another process of the host lent.
         SharedMemory = ["shared_memory"],
+        /// Read from the other worker's memory over NIXL.
+        Nixl = ["nixl"],
         Tcp = ["tcp"],
     }
 }

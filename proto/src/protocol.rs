@@ -22,6 +22,8 @@ pub struct ProtocolVersion {
 pub const FEATURE_TCP_LANE: u64 = 1 << 0;
 /// The data lane can hand blocks over inside one process.
 pub const FEATURE_LOOPBACK_LANE: u64 = 1 << 1;
+/// The data port can read what is lent to it over NIXL; set only if it was told to.
+pub const FEATURE_NIXL_LANE: u64 = 1 << 2;
 
 /// What this build speaks.
 pub const CURRENT: ProtocolVersion = ProtocolVersion {

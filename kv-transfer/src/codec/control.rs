@@ -5,6 +5,7 @@ use bytes::Bytes;
 
 use super::{CONTROL_BYTES_MAX, CodecError, HEADER_BYTES, Header, Kind, Scope};
 use crate::error::Refusal;
+use crate::nixl::Lend;
 use crate::part::{Missing, PartRange, crc32c};
 use crate::ticket::LayoutDigest;
 
@@ -55,6 +56,10 @@ pub enum Control {
         crc: u32,
         extents: Vec<ByteExtent>,
     },
+    Lend(Lend),
+    Lent {
+        bytes: u64,
+    },
 }
 
 impl Control {
@@ -74,6 +79,8 @@ impl Control {
             Self::Ping => Kind::Ping,
             Self::Pong => Kind::Pong,
             Self::Offer { .. } => Kind::Offer,
+            Self::Lend(_) => Kind::Lend,
+            Self::Lent { .. } => Kind::Lent,
         }
     }
 
@@ -110,6 +117,8 @@ impl Control {
                     bytes.extend_from_slice(&extent.len.to_le_bytes());
                 }
             }
+            Self::Lend(lend) => encode_lend(lend, &mut bytes),
+            Self::Lent { bytes: room } => bytes.extend_from_slice(&room.to_le_bytes()),
             Self::Committed | Self::Aborted | Self::Ping | Self::Pong => {}
         }
         let payload = &bytes[HEADER_BYTES..];
@@ -193,9 +202,48 @@ impl Control {
                     extents: entries.iter().map(decode_extent).collect(),
                 })
             }
+            Kind::Lend => decode_lend(payload)
+                .map(Self::Lend)
+                .ok_or(CodecError::Payload),
+            Kind::Lent => {
+                let bytes = payload.try_into().map_err(|_| CodecError::Payload)?;
+                Ok(Self::Lent {
+                    bytes: u64::from_le_bytes(bytes),
+                })
+            }
             Kind::Data => Err(CodecError::Payload),
         }
     }
+}
+
+fn encode_lend(lend: &Lend, bytes: &mut Vec<u8>) {
+    bytes.extend_from_slice(&lend.probe);
+    bytes.extend_from_slice(&lend.probe_at.to_le_bytes());
+    bytes.extend_from_slice(&(lend.regions.len() as u16).to_le_bytes());
+    for (base, len) in &lend.regions {
+        bytes.extend_from_slice(&base.to_le_bytes());
+        bytes.extend_from_slice(&len.to_le_bytes());
+    }
+    bytes.extend_from_slice(&lend.metadata);
+}
+
+fn decode_lend(payload: &[u8]) -> Option<Lend> {
+    let (probe, rest) = payload.split_first_chunk()?;
+    let (probe_at, rest) = rest.split_first_chunk()?;
+    let (count, rest) = rest.split_first_chunk()?;
+    let count = usize::from(u16::from_le_bytes(*count));
+    let (regions, metadata) = rest.split_at_checked(count * 16)?;
+    let (regions, _) = regions.as_chunks::<16>();
+    let region = |bytes: &[u8; 16]| {
+        let both = u128::from_le_bytes(*bytes);
+        (both as u64, (both >> 64) as u64)
+    };
+    Some(Lend {
+        probe: *probe,
+        probe_at: u64::from_le_bytes(*probe_at),
+        regions: regions.iter().map(region).collect(),
+        metadata: Bytes::copy_from_slice(metadata),
+    })
 }
 
 fn decode_extent(entry: &[u8; EXTENT_BYTES]) -> ByteExtent {
@@ -322,6 +370,13 @@ mod tests {
             Control::Aborted,
             Control::Ping,
             Control::Pong,
+            Control::Lend(Lend {
+                probe: [3; 32],
+                probe_at: 4,
+                regions: vec![(5, 6), (u64::MAX, 7)],
+                metadata: Bytes::from_static(b"keys"),
+            }),
+            Control::Lent { bytes: 8 << 20 },
             Control::Offer {
                 range: PartRange {
                     group: 1,
@@ -395,7 +450,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn random_payloads_never_panic(kind in 1u8..=14, payload in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn random_payloads_never_panic(kind in 1u8..=16, payload in proptest::collection::vec(any::<u8>(), 0..400)) {
             let kind = Kind::from_byte(kind).unwrap();
             let header = Header {
                 kind,

@@ -13,9 +13,12 @@ use baton_proto::kv_layout::ByteExtent;
 use super::DataPortConfig;
 use crate::codec::{Control, HEADER_BYTES, Header, Kind, PAYLOAD_BYTES_MAX, Scope};
 use crate::error::Error;
+use crate::nixl::pull::{self, Pulled, Puller, STAGING_BYTES, Times};
+use crate::nixl::{Lend, NixlLibrary};
 use crate::part::PartRange;
 use crate::receiver::incoming::{Incoming, SCRATCH_BYTES};
 use crate::receiver::lane::ReceiverLane;
+use crate::sender::TransportKind;
 use crate::shared_memory::PeerMemory;
 use crate::transport::heard_despite_sleep;
 use crate::transport::stream::{Filled, LaneStream};
@@ -53,6 +56,9 @@ pub(crate) struct PortLane {
     turned_at: Instant,
     /// What the sender has lent: what came with its first ping.
     lent: Option<PeerMemory>,
+    /// Reads what the sender lends over NIXL; `None` until it does.
+    puller: Option<Puller>,
+    nixl: Option<NixlLibrary>,
     reading: Reading,
     header: [u8; HEADER_BYTES],
     header_got: usize,
@@ -73,6 +79,8 @@ impl PortLane {
             ping_interval: config.ping_interval,
             silence_max: config.silence_max,
             lent: None,
+            puller: None,
+            nixl: config.nixl.clone(),
             reading: Reading::Header,
             header: [0; HEADER_BYTES],
             header_got: 0,
@@ -117,6 +125,10 @@ impl PortLane {
             self.heard_at = now;
         }
         self.receiver.heard(self.heard_at);
+        let pulled = match &mut self.puller {
+            Some(puller) => puller.turn(&mut self.receiver, &mut self.scratch, now)?,
+            None => Pulled::Idle,
+        };
         if reads < reads_max {
             self.receiver.idle();
         }
@@ -130,10 +142,13 @@ impl PortLane {
             self.receiver.outbox().push(Scope::LANE, Control::Ping);
             return Ok(Turn::Again);
         }
-        if reads == reads_max {
+        if reads == reads_max || pulled == Pulled::Moved {
             return Ok(Turn::Again);
         }
-        let until = ping_at.min(self.heard_at + self.silence_max);
+        let mut until = ping_at.min(self.heard_at + self.silence_max);
+        if let Pulled::Look(after) = pulled {
+            until = until.min(now + after);
+        }
         Ok(Turn::Wait { until })
     }
 
@@ -229,11 +244,8 @@ impl PortLane {
                             crc,
                             extents,
                         } => self.offer(header.scope, range, crc, &extents)?,
-                        Control::Ping => {
-                            self.map_lent()?;
-                            self.receiver.control(header.scope, Control::Ping)?;
-                        }
-                        control => self.receiver.control(header.scope, control)?,
+                        Control::Lend(lend) => self.lend(lend)?,
+                        control => self.hear(header.scope, control)?,
                     }
                 }
                 Reading::Data(incoming) => {
@@ -245,6 +257,49 @@ impl PortLane {
                 }
             }
         }
+    }
+
+    fn hear(&mut self, scope: Scope, control: Control) -> Result<(), Error> {
+        if control == Control::Ping {
+            self.map_lent()?;
+        }
+        let control = match &mut self.puller {
+            Some(puller) => puller.hear(scope, control, self.receiver.now())?,
+            None => Some(control),
+        };
+        match control {
+            Some(control) => self.receiver.control(scope, control),
+            None => Ok(()),
+        }
+    }
+
+    /// Finds out whether what the sender lends can be read, and says so.
+    fn lend(&mut self, lend: Lend) -> Result<(), Error> {
+        let Some(library) = self.nixl.take() else {
+            return Err(Error::Protocol(
+                "a sender lends over NIXL, twice or unasked".to_owned(),
+            ));
+        };
+        pull::check(&lend)?;
+        let times = Times {
+            ping_interval: self.ping_interval,
+            silence_max: self.silence_max,
+        };
+        let bytes = match Puller::open(&library, lend, times, self.receiver.now()) {
+            Ok(puller) => {
+                self.puller = Some(puller);
+                self.receiver.set_transport(TransportKind::Nixl);
+                STAGING_BYTES as u64
+            }
+            Err(error) => {
+                tracing::warn!(%error, "a sender's memory cannot be read over nixl");
+                0
+            }
+        };
+        self.receiver
+            .outbox()
+            .push(Scope::LANE, Control::Lent { bytes });
+        Ok(())
     }
 
     /// Maps what came with a ping; the answer to it says that this went well.
@@ -268,6 +323,9 @@ impl PortLane {
         crc: u32,
         extents: &[ByteExtent],
     ) -> Result<(), Error> {
+        if let Some(puller) = &mut self.puller {
+            return puller.offer(scope, range, crc, extents, self.receiver.now());
+        }
         let lent = self
             .lent
             .as_ref()

@@ -9,7 +9,7 @@ use std::io::{self, IoSlice, Read};
 use std::net::Shutdown;
 use std::time::Instant;
 
-use baton_proto::protocol::CURRENT;
+use baton_proto::protocol::ProtocolVersion;
 
 use crate::codec::hello::{
     CHALLENGE_BYTES, Challenge, HELLO_BYTES, Hello, PROOF_BYTES, Verdict, is_proof,
@@ -63,8 +63,14 @@ impl Stranger {
         }
     }
 
-    /// Reads what is there. `is_busy` says whether a session may not have another lane.
-    pub(super) fn step(&mut self, key: &LaneKey, is_busy: impl Fn(SessionId) -> bool) -> Step {
+    /// Reads what is there. `version` is the port's; `is_busy` says whether a session may not
+    /// have another lane.
+    pub(super) fn step(
+        &mut self,
+        key: &LaneKey,
+        version: ProtocolVersion,
+        is_busy: impl Fn(SessionId) -> bool,
+    ) -> Step {
         loop {
             let awaited: &mut [u8] = match self.stage {
                 Stage::Hello => &mut self.hello,
@@ -114,7 +120,7 @@ impl Stranger {
             let Some(hello) = Hello::decode(&self.hello, key) else {
                 return Step::Close;
             };
-            let verdict = if CURRENT.check_peer(hello.version).is_err() {
+            let verdict = if version.check_peer(hello.version).is_err() {
                 Verdict::Version
             } else if is_busy(hello.session) {
                 Verdict::Busy
@@ -123,7 +129,7 @@ impl Stranger {
             };
             let challenge = Challenge {
                 verdict,
-                version: CURRENT,
+                version,
                 nonce: rand::random(),
             };
             let challenge = challenge.encode(key, &self.hello);

@@ -75,6 +75,11 @@ impl ReceiverLane {
         self.shared.now()
     }
 
+    /// The lane goes on as another transport than it began.
+    pub(crate) fn set_transport(&mut self, transport: TransportKind) {
+        self.transport = transport;
+    }
+
     /// The last bytes came at `at`.
     pub(crate) fn heard(&mut self, at: Instant) {
         self.heard_at = at;

@@ -31,6 +31,7 @@ use crate::part::frame_crc;
 use crate::ticket::{LaneKey, ProcessToken, SessionId};
 use crate::transport::connect::Destination;
 use crate::transport::loopback::LoopbackLane;
+use crate::transport::nixl;
 use crate::transport::shared_memory::SharedLane;
 use crate::transport::tcp::TcpLane;
 use crate::transport::{Lane, OutQueue, heard_despite_sleep};
@@ -53,6 +54,8 @@ const HELD_WELL: Duration = Duration::from_secs(1);
 pub(crate) enum Peer {
     Loopback(ProcessToken),
     Tcp(Address),
+    /// A data port that may be able to read this process' memory over NIXL.
+    Nixl(Address),
     /// A process of this host, and where it can be reached if it takes no memory after all.
     Shared {
         token: ProcessToken,
@@ -76,6 +79,7 @@ impl Peer {
         match self {
             Self::Loopback(_) => TransportKind::Loopback,
             Self::Tcp(_) => TransportKind::Tcp,
+            Self::Nixl(_) => TransportKind::Nixl,
             Self::Shared { .. } => TransportKind::SharedMemory,
             // The same frames over the same lane, without a socket.
             #[cfg(feature = "test-support")]
@@ -112,6 +116,7 @@ struct Active {
 
 struct Connection {
     lane: Box<dyn Lane>,
+    transport: TransportKind,
     connected_at: Instant,
     heard_at: Instant,
     pinged_at: Instant,
@@ -229,10 +234,11 @@ impl Driver {
             return Step::Again;
         }
         match connected {
-            Ok(lane) => {
+            Ok((lane, transport)) => {
                 let now = self.now();
                 self.connection = Some(Connection {
                     lane,
+                    transport,
                     connected_at: now,
                     heard_at: now,
                     pinged_at: now,
@@ -257,6 +263,14 @@ impl Driver {
     /// Goes over to TCP if that is allowed and a peer of this host cannot be lent memory; a
     /// peer that has lanes enough has them of either kind.
     fn fall_back(&mut self, error: &Error) -> bool {
+        if let Peer::Nixl(address) = &self.peer
+            && matches!(error, Error::Unreachable(_))
+            && self.config.transports.contains(&TransportKind::Tcp)
+        {
+            tracing::info!(%error, address = %address.address, "kv goes over tcp: no way over nixl to this worker");
+            self.peer = Peer::Tcp(address.clone());
+            return true;
+        }
         let Peer::Shared { otherwise, .. } = &mut self.peer else {
             return false;
         };
@@ -271,7 +285,7 @@ impl Driver {
         true
     }
 
-    fn connect(&self, now: Instant) -> Result<Box<dyn Lane>, Error> {
+    fn connect(&self, now: Instant) -> Result<(Box<dyn Lane>, TransportKind), Error> {
         // Not past the time at which a transfer has to give up.
         let due = self
             .transfers_due()
@@ -279,29 +293,19 @@ impl Driver {
         let timeout = due.map_or(self.config.connect_timeout, |due| {
             due.max(BACK_OFF_MIN).min(self.config.connect_timeout)
         });
-        match &self.peer {
-            Peer::Loopback(token) => Ok(Box::new(LoopbackLane::open(
-                *token,
-                self.session,
-                &self.bell,
-            )?)),
-            Peer::Tcp(Address {
-                address,
-                server_name,
-                key,
-            }) => {
-                let to = Destination {
-                    address: *address,
-                    tls: self.config.tls.as_ref(),
-                    server_name: server_name.as_ref(),
-                    key,
-                };
-                Ok(Box::new(TcpLane::connect(&to, self.session, timeout)?))
+        let lane: Box<dyn Lane> = match &self.peer {
+            Peer::Loopback(token) => {
+                Box::new(LoopbackLane::open(*token, self.session, &self.bell)?)
             }
+            Peer::Tcp(address) => {
+                let to = self.destination(address);
+                Box::new(TcpLane::connect(&to, self.session, timeout)?)
+            }
+            Peer::Nixl(address) => return self.connect_nixl(address, timeout),
             Peer::Shared { token, key, .. } => {
                 let regions = &self.config.regions;
                 let lane = SharedLane::connect(*token, key, self.session, regions, timeout)?;
-                Ok(Box::new(lane))
+                Box::new(lane)
             }
             #[cfg(feature = "test-support")]
             Peer::Mem(address) => {
@@ -309,9 +313,42 @@ impl Driver {
                     return Err(Error::Closed);
                 };
                 let stream = network.connect(*address, self.session, timeout)?;
-                Ok(Box::new(TcpLane::over(stream)))
+                Box::new(TcpLane::over(stream))
             }
+        };
+        Ok((lane, self.peer.transport()))
+    }
+
+    fn destination<'a>(&'a self, address: &'a Address) -> Destination<'a> {
+        Destination {
+            address: address.address,
+            tls: self.config.tls.as_ref(),
+            server_name: address.server_name.as_ref(),
+            key: &address.key,
         }
+    }
+
+    /// A lane to a port that may or may not be able to read over NIXL.
+    fn connect_nixl(
+        &self,
+        address: &Address,
+        timeout: Duration,
+    ) -> Result<(Box<dyn Lane>, TransportKind), Error> {
+        let Some(lender) = &self.config.nixl else {
+            return Err(Error::Closed);
+        };
+        let to = self.destination(address);
+        let (lane, transport) = nixl::open(&to, self.session, lender, &self.bell, timeout)?;
+        if transport == TransportKind::Tcp {
+            let address = address.address;
+            if !self.config.transports.contains(&TransportKind::Tcp) {
+                return Err(Error::PeerLost(format!(
+                    "`{address}` cannot read over nixl, and tcp is switched off"
+                )));
+            }
+            tracing::info!(%address, "kv goes over tcp: this worker cannot read over nixl");
+        }
+        Ok((lane, transport))
     }
 
     /// One round over a connection.
@@ -320,7 +357,7 @@ impl Driver {
         let ping_interval = self.config.ping_interval;
         connection.heard_at =
             heard_despite_sleep(connection.heard_at, slept_at, now, ping_interval);
-        self.announce(now);
+        self.announce(connection.transport, now);
         let more = self.fill(now);
         let lane = &mut *connection.lane;
         let mut moved = lane.flush(&mut self.queue, more)?;
@@ -358,8 +395,7 @@ impl Driver {
     }
 
     /// Opens new transfers on this connection and tells of aborted ones.
-    fn announce(&mut self, now: Instant) {
-        let transport = self.peer.transport();
+    fn announce(&mut self, transport: TransportKind, now: Instant) {
         for active in &mut self.transfers {
             let scope = active.shared.scope();
             active.shared.tick(now);
@@ -455,6 +491,8 @@ impl Driver {
                 | Control::Commit { .. }
                 | Control::Abort { .. }
                 | Control::Offer { .. }
+                | Control::Lend(_)
+                | Control::Lent { .. }
                 | Control::Ping
                 | Control::Pong => {}
             }
@@ -520,7 +558,7 @@ impl Driver {
                 .update(|inner| inner.state.abort("the sender is stopping"));
         }
         if let Some(mut connection) = self.connection.take() {
-            self.announce(now);
+            self.announce(connection.transport, now);
             let _ = connection.lane.flush(&mut self.queue, false);
         }
     }

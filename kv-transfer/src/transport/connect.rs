@@ -30,7 +30,7 @@ pub(crate) struct Destination<'a> {
     pub(crate) key: &'a LaneKey,
 }
 
-/// Connects and proves the lane key, all within `timeout`.
+/// Connects and proves the lane key, all within `timeout`; also the port's feature bits.
 ///
 /// # Errors
 /// [`Error::Io`] if the port cannot be reached or closes during the hello (a wrong key
@@ -41,7 +41,7 @@ pub(crate) fn connect(
     to: &Destination<'_>,
     session: SessionId,
     timeout: Duration,
-) -> Result<LaneStream, Error> {
+) -> Result<(LaneStream, u64), Error> {
     let until = Instant::now() + timeout;
     let socket = TcpStream::connect_timeout(&to.address, timeout)
         .map_err(|error| Error::io("connect to the data port", error))?;
@@ -51,11 +51,8 @@ pub(crate) fn connect(
         socket: &socket,
         until,
     };
-    let tls = match to.tls {
-        None => {
-            say_hello(&mut bounded, to.key, session)?;
-            None
-        }
+    let (tls, features) = match to.tls {
+        None => (None, say_hello(&mut bounded, to.key, session)?),
         Some(config) => {
             let name = match to.server_name {
                 Some(name) => name.clone(),
@@ -76,15 +73,16 @@ pub(crate) fn connect(
                 return Err(Error::Tls(text.to_owned()));
             }
             let mut stream = rustls::Stream::new(&mut tls, &mut bounded);
-            say_hello(&mut stream, to.key, session)?;
-            Some(tls)
+            let features = say_hello(&mut stream, to.key, session)?;
+            (Some(tls), features)
         }
     };
     socket.set_nonblocking(true).map_err(set_up)?;
-    Ok(match tls {
+    let stream = match tls {
         None => LaneStream::Plain(socket),
         Some(tls) => LaneStream::tls(socket, tls.into()),
-    })
+    };
+    Ok((stream, features))
 }
 
 /// The hello over a Unix socket, by `until`.
@@ -94,7 +92,7 @@ pub(crate) fn say_hello_over(
     session: SessionId,
     until: Instant,
 ) -> Result<(), Error> {
-    say_hello(&mut Until { socket, until }, key, session)
+    say_hello(&mut Until { socket, until }, key, session).map(drop)
 }
 
 /// Waits over a Unix socket for the answer to a ping, until `until`. Nothing else is said
@@ -116,11 +114,12 @@ pub(crate) fn hear_pong_over(socket: &UnixStream, until: Instant) -> Result<(), 
     }
 }
 
+/// The port's feature bits.
 fn say_hello(
     stream: &mut (impl Read + Write),
     key: &LaneKey,
     session: SessionId,
-) -> Result<(), Error> {
+) -> Result<u64, Error> {
     let context = "say hello to the data port";
     let io = |error| failed(context, error);
     let hello = Hello {
@@ -166,7 +165,8 @@ fn say_hello(
     stream
         .write_all(&proof(key, &hello, &challenge_bytes))
         .map_err(io)?;
-    stream.flush().map_err(io)
+    stream.flush().map_err(io)?;
+    Ok(challenge.version.features)
 }
 
 /// An error of ours, with TLS's own reason if there is one.

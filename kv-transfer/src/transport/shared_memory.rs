@@ -48,7 +48,7 @@ use crate::wake::Bell;
 /// Regions one peer may lend.
 const REGIONS_MAX: usize = 16;
 /// Bytes offered and not yet copied; beyond it frames wait for their turn here, where
-/// transfers share fairly.
+/// transfers share fairly. The last frame may go over it.
 const LENT_BYTES_MAX: u64 = 4 << 20;
 
 /// Connections that wait to be accepted.
@@ -158,6 +158,7 @@ pub(crate) struct SharedLane {
     offers: OutQueue,
     lent: VecDeque<Lent>,
     lent_bytes: u64,
+    lent_bytes_max: u64,
     /// Bytes offered since the receiver last said what it lacks.
     offered: BTreeMap<Ticket, u64>,
     /// Commits that wait for the end of the copies before them.
@@ -199,14 +200,21 @@ impl SharedLane {
         // It answers once it has mapped what was lent, and closes if it cannot.
         hear_pong_over(&stream.socket, until)?;
         stream.socket.set_nonblocking(true).map_err(io)?;
-        Ok(Self {
-            lane: TcpLane::over(LaneStream::Unix(stream)),
+        let lane = TcpLane::over(LaneStream::Unix(stream));
+        Ok(Self::over(lane, LENT_BYTES_MAX))
+    }
+
+    /// A lane whose receiver can read what it is offered.
+    pub(crate) fn over(lane: TcpLane, lent_bytes_max: u64) -> Self {
+        Self {
+            lane,
             offers: OutQueue::default(),
             lent: VecDeque::new(),
             lent_bytes: 0,
+            lent_bytes_max,
             offered: BTreeMap::new(),
             commits: Vec::new(),
-        })
+        }
     }
 
     fn offer(&mut self, frame: OutFrame) {
@@ -297,7 +305,7 @@ impl Lane for SharedLane {
         let mut moved = false;
         loop {
             queue.drop_ended();
-            if self.lent_bytes >= LENT_BYTES_MAX {
+            if self.lent_bytes >= self.lent_bytes_max {
                 break;
             }
             let Some(frame) = queue.pop() else {

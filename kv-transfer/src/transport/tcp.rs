@@ -44,7 +44,8 @@ impl TcpLane {
         session: SessionId,
         timeout: Duration,
     ) -> Result<Self, Error> {
-        Ok(Self::over(connect(to, session, timeout)?))
+        let (stream, _) = connect(to, session, timeout)?;
+        Ok(Self::over(stream))
     }
 
     /// A lane over a connection that is authenticated.
