@@ -2,9 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use baton_kv_transfer::DataPort;
 use baton_kv_transfer::fault_proxy::FaultProxy;
 use baton_kv_transfer::mem::{Link, Network};
+use baton_kv_transfer::sender::{SenderConfig, TransportKind};
+use baton_kv_transfer::{DataPort, DataPortConfig};
+
+use crate::pool::Pool;
 
 /// What lies between the workers.
 pub enum Fabric {
@@ -21,7 +24,64 @@ pub enum Fabric {
         /// Ends with the world.
         _port: DataPort,
         leases: Leases,
+        lending: Lending,
     },
+}
+
+/// How receivers come by memory that is lent to them.
+#[derive(Clone, Debug)]
+pub enum Lending {
+    /// They map it.
+    SharedMemory,
+    /// They read it over NIXL.
+    #[cfg(feature = "nixl")]
+    Nixl(baton_kv_transfer::NixlLibrary),
+}
+
+impl Lending {
+    pub fn transport(&self) -> TransportKind {
+        match self {
+            Self::SharedMemory => TransportKind::SharedMemory,
+            #[cfg(feature = "nixl")]
+            Self::Nixl(_) => TransportKind::Nixl,
+        }
+    }
+
+    /// Whether a lane takes long to begin.
+    pub fn is_slow_to_start(&self) -> bool {
+        !matches!(self, Self::SharedMemory)
+    }
+
+    /// What another process is told, to do the same.
+    pub fn name(&self) -> String {
+        format!("{:?}", self.transport())
+    }
+
+    /// A pool that can be lent like this.
+    pub fn pool(&self, blocks: usize, layers: u32, part_bytes: u32) -> Pool {
+        match self {
+            Self::SharedMemory => Pool::shared(blocks, layers, part_bytes),
+            #[cfg(feature = "nixl")]
+            Self::Nixl(_) => Pool::new(blocks, layers, part_bytes),
+        }
+    }
+
+    pub fn sender(&self, config: &mut SenderConfig) {
+        config.transports = vec![self.transport()];
+        #[cfg(feature = "nixl")]
+        if let Self::Nixl(library) = self {
+            let lender = baton_kv_transfer::NixlLender::new(library, &config.regions);
+            config.nixl = Some(lender.unwrap());
+        }
+    }
+
+    pub fn port(&self, config: &mut DataPortConfig) {
+        #[cfg(feature = "nixl")]
+        if let Self::Nixl(library) = self {
+            config.nixl = Some(library.clone());
+        }
+        let _ = config;
+    }
 }
 
 /// Times of the lanes over TCP.

@@ -1,6 +1,7 @@
 //! One attempt of one request, on both sides.
 
 use std::collections::VecDeque;
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -70,6 +71,7 @@ pub type Content = Vec<Vec<Vec<u8>>>;
 /// A decode worker that is a process of its own.
 #[derive(Clone)]
 pub struct Remote {
+    pub address: SocketAddr,
     pub process_token: ProcessToken,
     pub lane_key: LaneKey,
     pub ticket: Ticket,

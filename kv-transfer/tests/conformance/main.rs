@@ -14,7 +14,7 @@
 //! - *hung*: a side had not ended by its deadline, or (in virtual time) its blocks were
 //!   not back 2 s after the peer's death or 1 s after a cancel.
 //!
-//! | kind | `mem` × 50 | TCP × 10 | shared memory × 5 | ends in |
+//! | kind | `mem` × 50 | TCP × 10 | shared memory × 5, NIXL × 5 | ends in |
 //! | --- | --- | --- | --- | --- |
 //! | clean | yes | yes | | the right bytes |
 //! | drop, duplicate, reorder | 1–3 frames of any kind, both ways | data, commit | | the right bytes |
@@ -35,7 +35,8 @@
 //! `mem` is one thread in virtual time ([`baton_kv_transfer::mem`]): a seed fixes every
 //! delay, fault and turn, and the suite repeats some runs to see that it does. On TCP the
 //! machine takes part; deadlines are generous, so that a busy one changes nothing.
-//! Over shared memory nothing travels that could be hurt but who holds what. Loopback shares
+//! Where memory is lent nothing travels that could be hurt but who holds what; over NIXL
+//! (feature `nixl`, and its library) the same kinds run over the transports that UCX is told. Loopback shares
 //! the state machines and the table of grants and has no wire to hurt.
 //!
 //! # What it would notice
@@ -61,6 +62,9 @@ mod fabric;
 mod job;
 mod kinds;
 mod mem;
+#[cfg(feature = "nixl")]
+#[path = "../nixl_library.rs"]
+mod nixl_library;
 mod pool;
 mod shm;
 mod tcp;
@@ -73,6 +77,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 use baton_kv_transfer::receiver::Protections;
+use fabric::Lending;
 use kinds::Kind;
 use verdict::{Row, Verdict};
 
@@ -89,6 +94,7 @@ enum Over {
     Mem,
     Tcp,
     Shm,
+    Nixl,
 }
 
 impl Over {
@@ -97,6 +103,7 @@ impl Over {
             Self::Mem => "mem",
             Self::Tcp => "tcp",
             Self::Shm => "shm",
+            Self::Nixl => "nixl",
         }
     }
 
@@ -105,7 +112,14 @@ impl Over {
         match self {
             Self::Mem => {}
             Self::Tcp => return tcp::run(kind, seed),
-            Self::Shm => return shm::run(kind, seed),
+            Self::Shm => return shm::run(kind, seed, &Lending::SharedMemory),
+            #[cfg(feature = "nixl")]
+            Self::Nixl => {
+                let library = nixl_library::library().unwrap();
+                return shm::run(kind, seed, &Lending::Nixl(library));
+            }
+            #[cfg(not(feature = "nixl"))]
+            Self::Nixl => panic!("built without it"),
         }
         let run = || mem::run(kind, seed, Protections::ALL);
         let mut verdict = run();
@@ -120,7 +134,7 @@ impl Over {
     fn run_all(self, kinds: &[Kind], seeds: &[u64]) -> Vec<(Kind, Row, f64)> {
         let threads = match self {
             Self::Mem => std::thread::available_parallelism().map_or(1, usize::from),
-            Self::Tcp | Self::Shm => SOCKET_THREADS,
+            Self::Tcp | Self::Shm | Self::Nixl => SOCKET_THREADS,
         };
         let runs: Vec<(usize, u64)> = (0..kinds.len())
             .flat_map(|kind| seeds.iter().map(move |seed| (kind, *seed)))
@@ -208,6 +222,8 @@ fn main() -> ExitCode {
         let all: &[Kind] = match over {
             Over::Mem | Over::Tcp => &Kind::ALL,
             Over::Shm => &shm::KINDS,
+            Over::Nixl if !has_nixl() => &[],
+            Over::Nixl => &shm::KINDS,
         };
         let kinds = all.iter().copied();
         let kinds: Vec<Kind> = kinds.filter(|kind| arguments.wants(&name(kind))).collect();
@@ -217,6 +233,7 @@ fn main() -> ExitCode {
         (Over::Mem, MEM_RUNS),
         (Over::Tcp, TCP_RUNS),
         (Over::Shm, SHM_RUNS),
+        (Over::Nixl, SHM_RUNS),
     ];
     if arguments.ignored || transports.iter().all(|(over, _)| wanted(*over).is_empty()) {
         println!("test result: ok. 0 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
@@ -297,6 +314,14 @@ fn print(over: Over, kind: Kind, row: &Row, seconds: f64) {
                 .for_each(|text| println!("        {what}: {text}"));
         }
     }
+}
+
+/// Whether NIXL is built in and installed.
+fn has_nixl() -> bool {
+    #[cfg(feature = "nixl")]
+    return nixl_library::library().is_some();
+    #[cfg(not(feature = "nixl"))]
+    false
 }
 
 /// Whether runs without a protection are found wrong.

@@ -1,18 +1,19 @@
-//! The kinds that make sense over shared memory, where nothing travels that could be hurt:
-//! processes that die (real ones, killed), cancels, leases and stale tickets.
+//! The kinds that make sense where memory is lent, mapped or over NIXL, and nothing travels
+//! that could be hurt: processes that die (real ones, killed), cancels, leases and stale
+//! tickets.
 
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
 use baton_kv_transfer::receiver::{BlockGrant, GrantRequest, GroupGrant, Receiver, ReceiverConfig};
-use baton_kv_transfer::sender::{LaneTarget, Sender, SenderConfig, SourceBlock, TransportKind};
+use baton_kv_transfer::sender::{LaneTarget, Sender, SenderConfig, SourceBlock};
 use baton_kv_transfer::{DataPort, DataPortConfig, LaneKey, ProcessToken, Ticket};
 use baton_proto::{Attempt, RequestId};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::fabric::Leases;
+use crate::fabric::{Leases, Lending};
 use crate::job::{Content, Plan, Remote};
 use crate::kinds::Kind;
 use crate::pool::Pool;
@@ -35,21 +36,27 @@ pub const KINDS: [Kind; 8] = [
 ];
 
 /// One run of one kind.
-pub fn run(kind: Kind, seed: u64) -> Verdict {
+pub fn run(kind: Kind, seed: u64, by: &Lending) -> Verdict {
     let mut rng = StdRng::seed_from_u64(seed ^ 0x00c0_ffee);
     let rng = &mut rng;
     match kind {
-        Kind::StaleTicket => stale_ticket(seed, rng),
-        Kind::SenderKilled(percent) => sender_killed(seed, rng, percent),
-        Kind::ReceiverKilled => receiver_killed(seed, rng),
-        Kind::Cancel => cancel(seed, rng),
-        Kind::LeaseEnd => lease_end(seed, rng),
-        other => panic!("`{}` is not for shared memory", other.name()),
+        Kind::StaleTicket => stale_ticket(seed, rng, by),
+        Kind::SenderKilled(percent) => sender_killed(seed, rng, by, percent),
+        Kind::ReceiverKilled => receiver_killed(seed, rng, by),
+        Kind::Cancel => cancel(seed, rng, by),
+        Kind::LeaseEnd => lease_end(seed, rng, by),
+        other => panic!("`{}` is not for lent memory", other.name()),
     }
 }
 
-fn begin(seed: u64, shape: impl FnOnce(&mut World, &mut Plan)) -> (World, usize) {
-    let mut world = World::over_shared_memory(seed, Leases::LONG);
+fn begin(seed: u64, by: &Lending, shape: impl FnOnce(&mut World, &mut Plan)) -> (World, usize) {
+    let mut world = World::over_lent_memory(seed, Leases::LONG, by);
+    if by.is_slow_to_start() {
+        // The deadlines of a run are for its copies, not for its lane's first seconds.
+        let plan = Plan::new(1, &mut world.rng);
+        let first = world.start(0, plan);
+        world.run(|world| world.jobs[first].is_over());
+    }
     let blocks = world.blocks();
     let mut plan = Plan::new(blocks, &mut world.rng);
     shape(&mut world, &mut plan);
@@ -59,8 +66,8 @@ fn begin(seed: u64, shape: impl FnOnce(&mut World, &mut Plan)) -> (World, usize)
 
 /// A copy is held under its guard; its reservation is given up, and comes back only when
 /// the copy is done. The rest of the attempt's offers find another owner's blocks.
-fn stale_ticket(seed: u64, rng: &mut StdRng) -> Verdict {
-    let (mut world, stale) = begin(seed, |world, plan| {
+fn stale_ticket(seed: u64, rng: &mut StdRng, by: &Lending) -> Verdict {
+    let (mut world, stale) = begin(seed, by, |world, plan| {
         let parts = world.source.layers as usize * plan.blocks;
         world
             .destination
@@ -90,8 +97,14 @@ fn stale_ticket(seed: u64, rng: &mut StdRng) -> Verdict {
 }
 
 /// What a prefill worker of this seed has; it and the suite compute it alike.
-fn content(seed: u64, blocks: usize, layers: u32, part_bytes: u32) -> (Pool, Vec<u32>, Content) {
-    let pool = Pool::shared(blocks, layers, part_bytes);
+fn content(
+    seed: u64,
+    by: &Lending,
+    blocks: usize,
+    layers: u32,
+    part_bytes: u32,
+) -> (Pool, Vec<u32>, Content) {
+    let pool = by.pool(blocks, layers, part_bytes);
     let mut rng = StdRng::seed_from_u64(seed);
     let taken = pool.take(blocks, &mut rng);
     let content = pool.fill(&taken, &mut rng);
@@ -111,11 +124,11 @@ fn kill(mut child: Child) {
     child.wait().unwrap();
 }
 
-fn sender_killed(seed: u64, rng: &mut StdRng, percent: u64) -> Verdict {
-    let mut world = World::over_shared_memory(seed, Leases::SHORT);
+fn sender_killed(seed: u64, rng: &mut StdRng, by: &Lending, percent: u64) -> Verdict {
+    let mut world = World::over_lent_memory(seed, Leases::SHORT, by);
     let blocks = world.blocks();
     let (layers, part_bytes) = (world.source.layers, world.source.part_bytes);
-    let (_, _, content) = content(seed, blocks, layers, part_bytes);
+    let (_, _, content) = content(seed, by, blocks, layers, part_bytes);
     let plan = Plan::new(blocks, &mut world.rng);
     let (main, ticket, ordinals) = world.start_remote(plan, content);
     let receiver = world.receiver.clone().unwrap();
@@ -130,6 +143,8 @@ fn sender_killed(seed: u64, rng: &mut StdRng, percent: u64) -> Verdict {
             layers.to_string(),
             part_bytes.to_string(),
             ordinals.join(","),
+            by.name(),
+            world.address.to_string(),
         ],
     );
     let parts = u64::from(layers) * blocks as u64;
@@ -155,14 +170,15 @@ fn sender_killed(seed: u64, rng: &mut StdRng, percent: u64) -> Verdict {
     verdict
 }
 
-fn receiver_killed(seed: u64, rng: &mut StdRng) -> Verdict {
-    let mut world = World::over_shared_memory(seed, Leases::SHORT);
+fn receiver_killed(seed: u64, rng: &mut StdRng, by: &Lending) -> Verdict {
+    let mut world = World::over_lent_memory(seed, Leases::SHORT, by);
     let blocks = world.blocks();
     let (layers, part_bytes) = (world.source.layers, world.source.part_bytes);
     let arguments = [
         blocks.to_string(),
         layers.to_string(),
         part_bytes.to_string(),
+        by.name(),
     ];
     let mut child = start(DECODE, &arguments);
     let mut line = String::new();
@@ -173,6 +189,7 @@ fn receiver_killed(seed: u64, rng: &mut StdRng) -> Verdict {
         process_token: ProcessToken(u128::from_str_radix(words[0], 16).unwrap()),
         lane_key: LaneKey(unhex(words[1])),
         ticket: Ticket(u128::from_str_radix(words[2], 16).unwrap()),
+        address: words[3].parse().unwrap(),
     };
     let mut plan = Plan::new(blocks, &mut world.rng);
     plan.pushes_over = Duration::from_millis(100);
@@ -187,8 +204,8 @@ fn receiver_killed(seed: u64, rng: &mut StdRng) -> Verdict {
     verdict
 }
 
-fn cancel(seed: u64, rng: &mut StdRng) -> Verdict {
-    let (mut world, main) = begin(seed, |_, plan| {
+fn cancel(seed: u64, rng: &mut StdRng, by: &Lending) -> Verdict {
+    let (mut world, main) = begin(seed, by, |_, plan| {
         plan.pushes_over = Duration::from_millis(60);
         plan.commit_after = Some(plan.pushes_over);
     });
@@ -209,10 +226,10 @@ fn cancel(seed: u64, rng: &mut StdRng) -> Verdict {
 }
 
 /// A deadline passes while a copy is held under its guard.
-fn lease_end(seed: u64, rng: &mut StdRng) -> Verdict {
+fn lease_end(seed: u64, rng: &mut StdRng, by: &Lending) -> Verdict {
     let part_way = Duration::from_millis(rng.random_range(50..200));
     let receivers = rng.random();
-    let (mut world, main) = begin(seed, |world, plan| {
+    let (mut world, main) = begin(seed, by, |world, plan| {
         if receivers {
             plan.deadline = part_way;
         } else {
@@ -238,6 +255,16 @@ fn lease_end(seed: u64, rng: &mut StdRng) -> Verdict {
     verdict
 }
 
+/// What another process does, too.
+fn lending(name: &str) -> Lending {
+    match name {
+        "SharedMemory" => Lending::SharedMemory,
+        #[cfg(feature = "nixl")]
+        "Nixl" => Lending::Nixl(crate::nixl_library::library().unwrap()),
+        other => panic!("`{other}` is no way to lend memory"),
+    }
+}
+
 fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
@@ -255,12 +282,13 @@ pub fn be_prefill(arguments: &[String]) -> ! {
         .map(|ordinal| ordinal.parse().unwrap());
     let ordinals: Vec<u32> = ordinals.collect();
     let (layers, part_bytes) = (number(4) as u32, number(5) as u32);
-    let (pool, blocks, _) = content(number(3), ordinals.len(), layers, part_bytes);
+    let by = lending(&arguments[7]);
+    let (pool, blocks, _) = content(number(3), &by, ordinals.len(), layers, part_bytes);
     let mut config = SenderConfig::new(vec![pool.region()]);
-    config.transports = vec![TransportKind::SharedMemory];
+    by.sender(&mut config);
     let sender = Sender::start(config);
     let target = LaneTarget {
-        data_address: None,
+        data_address: Some(arguments[8].parse().unwrap()),
         server_name: None,
         process_token: ProcessToken(u128::from_str_radix(&arguments[0], 16).unwrap()),
         lane_key: LaneKey(unhex(&arguments[1])),
@@ -293,7 +321,9 @@ pub fn be_decode(arguments: &[String]) -> ! {
     pool.take_these(&taken);
     let config = ReceiverConfig::new(EPOCH, LAYOUT, vec![pool.region()]);
     let receiver = Receiver::start(config, Box::new(|_| {})).unwrap();
-    let _port = DataPort::bind(DataPortConfig::default(), receiver.clone()).unwrap();
+    let mut port = DataPortConfig::default();
+    lending(&arguments[3]).port(&mut port);
+    let port = DataPort::bind(port, receiver.clone()).unwrap();
     let block = |block: &u32| BlockGrant {
         ordinal: *block,
         layers: (0..layers)
@@ -313,10 +343,11 @@ pub fn be_decode(arguments: &[String]) -> ! {
     };
     let ticket = receiver.grant(request).unwrap().ticket;
     println!(
-        "{:x} {} {:x}",
+        "{:x} {} {:x} {}",
         receiver.process_token().0,
         hex(&receiver.lane_key().0),
-        ticket.0
+        ticket.0,
+        port.local_address()
     );
     std::io::stdout().flush().unwrap();
     wait_to_be_killed()

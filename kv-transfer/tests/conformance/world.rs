@@ -22,7 +22,7 @@ use baton_proto::{Attempt, Epoch, RequestId};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::fabric::{Fabric, Leases};
+use crate::fabric::{Fabric, Leases, Lending};
 use crate::job::{Content, Job, Plan, ReceiverEnd, Remote, SenderEnd, Wanted};
 use crate::pool::Pool;
 use crate::verdict::Verdict;
@@ -129,34 +129,22 @@ impl World {
 
     /// The same workers with real sockets, threads and time between them.
     pub fn over_tcp(seed: u64, leases: Leases) -> Self {
-        Self::over_sockets(seed, leases, Pool::new, |port, leases| {
-            let proxy = FaultProxy::start(port.local_address()).unwrap();
-            Fabric::Tcp {
-                port: Some(port),
-                proxy,
-                leases,
-            }
-        })
+        Self::over_sockets(seed, leases, None)
     }
 
     /// The same with memory that is lent.
-    pub fn over_shared_memory(seed: u64, leases: Leases) -> Self {
-        Self::over_sockets(seed, leases, Pool::shared, |port, leases| Fabric::Shared {
-            _port: port,
-            leases,
-        })
+    pub fn over_lent_memory(seed: u64, leases: Leases, lending: &Lending) -> Self {
+        Self::over_sockets(seed, leases, Some(lending.clone()))
     }
 
-    fn over_sockets(
-        seed: u64,
-        leases: Leases,
-        pool: fn(usize, u32, u32) -> Pool,
-        fabric: fn(DataPort, Leases) -> Fabric,
-    ) -> Self {
+    fn over_sockets(seed: u64, leases: Leases, lending: Option<Lending>) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let layers = rng.random_range(2..8);
         let part_bytes = rng.random_range(1..12_000);
-        let source = pool(80, layers, part_bytes);
+        let source = match &lending {
+            Some(lending) => lending.pool(80, layers, part_bytes),
+            None => Pool::new(80, layers, part_bytes),
+        };
         let destination = Pool::new(80, layers, part_bytes);
         let events: Arc<Mutex<Vec<Event>>> = Arc::default();
         let sink = Arc::clone(&events);
@@ -164,16 +152,30 @@ impl World {
         config.resume_grace = leases.lease;
         let sink = Box::new(move |event| sink.lock().unwrap().push(event));
         let receiver = Receiver::start(config, sink).unwrap();
-        let port = DataPortConfig {
+        let mut port = DataPortConfig {
             ping_interval: leases.ping,
             silence_max: leases.silence,
             hello_timeout: Duration::from_secs(10),
             ..DataPortConfig::default()
         };
+        if let Some(lending) = &lending {
+            lending.port(&mut port);
+        }
         let port = DataPort::bind(port, receiver.clone()).unwrap();
         let in_flight_parts_max = rng.random_range(4..200);
         let address = port.local_address();
-        let fabric = fabric(port, leases);
+        let fabric = match lending {
+            Some(lending) => Fabric::Shared {
+                _port: port,
+                leases,
+                lending,
+            },
+            None => Fabric::Tcp {
+                proxy: FaultProxy::start(port.local_address()).unwrap(),
+                port: Some(port),
+                leases,
+            },
+        };
         let mut world = Self {
             rng,
             address: match &fabric {
@@ -225,10 +227,10 @@ impl World {
                 config.network = Some(network.clone());
             }
             Fabric::Tcp { leases, .. } | Fabric::Shared { leases, .. } => {
-                config.transports = vec![match self.fabric {
-                    Fabric::Shared { .. } => TransportKind::SharedMemory,
-                    _ => TransportKind::Tcp,
-                }];
+                match &self.fabric {
+                    Fabric::Shared { lending, .. } => lending.sender(&mut config),
+                    _ => config.transports = vec![TransportKind::Tcp],
+                }
                 config.ping_interval = leases.ping;
                 config.silence_max = leases.silence;
                 config.reconnect_max = leases.lease;
@@ -392,8 +394,11 @@ impl World {
             Some(remote) => (remote.process_token, remote.lane_key.clone()),
             None => (receiver.process_token(), receiver.lane_key().clone()),
         };
+        let address = remote
+            .as_ref()
+            .map_or(self.address, |remote| remote.address);
         let target = LaneTarget {
-            data_address: Some(self.address),
+            data_address: Some(address),
             server_name: None,
             process_token,
             lane_key,
