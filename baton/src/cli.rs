@@ -393,15 +393,22 @@ pub struct WorkerTlsArgs {
 }
 
 /// How KV goes from prefill to decode workers.
-#[derive(Clone, Copy, Debug, Args)]
+#[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "KV transport")]
 pub struct TransportArgs {
     /// How KV goes to or comes from other processes: auto (decode workers of the same host
     /// and user read it from the prefill worker's memory, all others get it over TCP),
-    /// shared-memory (never over TCP; workers elsewhere are refused), or tcp (no memory is
-    /// shared). Which one carried the bytes is a label of baton_kv_transfer_bytes_total.
+    /// shared-memory (never over TCP; workers elsewhere are refused), nixl (decode workers that
+    /// say so as well read it over NIXL, which is RDMA where UCX finds it and never encrypted;
+    /// all others get it over TCP), or tcp (no memory is shared). Which one carried the bytes
+    /// is a label of baton_kv_transfer_bytes_total.
     #[arg(long, env = "BATON_KV_TRANSPORT", default_value = "auto")]
     pub kv_transport: TransportChoice,
+    /// NIXL's library, for `--kv-transport nixl`: libnixl_capi.so, its folder, or the Python
+    /// environment or site-packages folder that nixl-cu12 is installed in. Takes a program
+    /// that was built with `--features nixl`.
+    #[arg(long, env = "BATON_NIXL_LIBRARY", value_name = "PATH")]
+    pub nixl_library: Option<PathBuf>,
 }
 
 #[derive(Clone, Debug, Args)]

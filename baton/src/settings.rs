@@ -10,6 +10,7 @@ use baton_decode_worker::DecodeWorkerConfig;
 use baton_engine::config::{EngineConfig, PoolSize, Role};
 use baton_engine::kv::PoolSharing;
 use baton_engine::model::Model;
+use baton_kv_transfer::NixlLibrary;
 use baton_membership::{Credentials, Etcd, EtcdConfig, Membership};
 use baton_prefill_worker::PrefillWorkerConfig;
 use baton_proto::WorkerId;
@@ -18,7 +19,7 @@ use baton_router::config::RouterConfig;
 
 use crate::cli::{
     DecodeRoleArgs, EngineArgs, EtcdArgs, ModelArgs, PrefillRoleArgs, RouterArgs, TlsArgs,
-    WorkerArgs, WorkerTlsArgs,
+    TransportArgs, WorkerArgs, WorkerTlsArgs,
 };
 use crate::model::{locate, open};
 
@@ -207,10 +208,25 @@ fn threads(args: &WorkerArgs) -> usize {
         .map_or(args.cores.len().max(1), |threads| threads as usize)
 }
 
+/// NIXL's library, opened, if KV is to go over it.
+///
+/// # Errors
+/// What is missing, by its flag.
+fn nixl(args: &TransportArgs) -> anyhow::Result<Option<NixlLibrary>> {
+    if !args.kv_transport.uses_nixl() {
+        return Ok(None);
+    }
+    let Some(path) = &args.nixl_library else {
+        bail!("`--nixl-library` is missing beside `--kv-transport nixl`");
+    };
+    let library = NixlLibrary::open(path).context("--nixl-library")?;
+    Ok(Some(library))
+}
+
 /// A prefill worker process's settings.
 ///
 /// # Errors
-/// As [`tls_settings`], or TLS without an authority.
+/// As [`tls_settings`], TLS without an authority, or NIXL without its library.
 pub fn prefill_config(
     args: &PrefillRoleArgs,
     model_name: &str,
@@ -224,6 +240,7 @@ pub fn prefill_config(
     }
     let mut config = PrefillWorkerConfig::new(worker_id(&args.worker, "prefill"), engine);
     config.kv_transport = kv_transport;
+    config.nixl = nixl(&args.transport)?;
     config.listen = args.worker.listen;
     config.advertise.clone_from(&args.worker.advertise);
     config.admin_listen = Some(args.worker.admin);
@@ -242,7 +259,7 @@ pub fn prefill_config(
 /// A decode worker process's settings.
 ///
 /// # Errors
-/// As [`tls_settings`].
+/// As [`tls_settings`], or NIXL without its library.
 pub fn decode_config(
     args: &DecodeRoleArgs,
     model_name: &str,
@@ -255,6 +272,7 @@ pub fn decode_config(
     config.listen = args.worker.listen;
     config.advertise.clone_from(&args.worker.advertise);
     config.kv_transport = args.transport.kv_transport;
+    config.nixl = nixl(&args.transport)?;
     config.data_listen = Some(args.data_listen);
     config.data_advertise.clone_from(&args.data_advertise);
     config.admin_listen = Some(args.worker.admin);
@@ -262,4 +280,33 @@ pub fn decode_config(
     config.drain_grace = Duration::from_secs(args.worker.drain_grace_s);
     config.topology.clone_from(&args.worker.topology);
     Ok(config)
+}
+
+#[cfg(test)]
+mod tests {
+    use baton_kv_transfer::TransportChoice;
+
+    use super::*;
+
+    #[test]
+    fn nixl_says_what_is_missing() {
+        let opened = |library: Option<&str>| {
+            let args = TransportArgs {
+                kv_transport: TransportChoice::Nixl,
+                nixl_library: library.map(Into::into),
+            };
+            format!("{:#}", nixl(&args).unwrap_err())
+        };
+        assert!(opened(None).contains("`--nixl-library` is missing"));
+        let text = opened(Some("/nowhere"));
+        let missing = if cfg!(feature = "nixl") {
+            "`/nowhere`"
+        } else {
+            "--features nixl"
+        };
+        assert!(
+            text.starts_with("--nixl-library: ") && text.contains(missing),
+            "{text}"
+        );
+    }
 }

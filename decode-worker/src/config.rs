@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use baton_engine::config::EngineConfig;
-use baton_kv_transfer::TransportChoice;
+use baton_kv_transfer::{NixlLibrary, TransportChoice};
 use baton_proto::WorkerId;
 use baton_proto::transport::TlsSettings;
 
@@ -21,6 +21,8 @@ pub struct DecodeWorkerConfig {
     pub data_listen: Option<SocketAddr>,
     /// How KV of other processes may arrive. Default auto.
     pub kv_transport: TransportChoice,
+    /// For [`TransportChoice::Nixl`], which is TCP without it. Default `None`.
+    pub nixl: Option<NixlLibrary>,
     /// `host:port` that prefill workers use; the bound data address if absent.
     pub data_advertise: Option<String>,
     /// HTTP port with /livez, /readyz and /metrics.
@@ -48,6 +50,7 @@ impl DecodeWorkerConfig {
             advertise: None,
             data_listen: Some(free),
             kv_transport: TransportChoice::default(),
+            nixl: None,
             data_advertise: None,
             admin_listen: None,
             tls: TlsSettings::default(),

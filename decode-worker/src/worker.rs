@@ -222,6 +222,7 @@ impl DecodeWorker {
                     tls: data_tls,
                     tcp: config.kv_transport.uses_tcp(),
                     shared_memory: config.kv_transport.shares_memory(),
+                    nixl: config.nixl.clone(),
                     ..DataPortConfig::default()
                 };
                 Some(DataPort::bind(port, receiver.clone())?)

@@ -17,7 +17,7 @@ use baton_engine::model::Model;
 use baton_engine::routes::EventRoutes;
 use baton_kv_transfer::pool::regions_of;
 use baton_kv_transfer::sender::{Sender, SenderConfig};
-use baton_kv_transfer::{SharedMemory, TransportChoice};
+use baton_kv_transfer::{NixlError, NixlLender, RegionTable, SharedMemory, TransportChoice};
 use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
@@ -166,10 +166,12 @@ impl PrefillWorker {
         metrics.device(engine.device_rates());
 
         let epoch = Epoch(rand::random());
+        let regions = regions_of(engine.memory());
         let sender = Sender::start(SenderConfig {
             tls: data_tls,
             transports: config.kv_transport.kinds(),
-            ..SenderConfig::new(regions_of(engine.memory()))
+            nixl: lender(&config, regions.clone()).await?,
+            ..SenderConfig::new(regions)
         });
         let (listener, control) = transport::listen("listen", config.listen).await?;
         let (admin_listener, admin) = match config.admin_listen {
@@ -366,6 +368,24 @@ impl Shared {
             local_prefills_total: 0,
         }
     }
+}
+
+/// The pools, registered with NIXL, if KV is to go over it.
+async fn lender(
+    config: &PrefillWorkerConfig,
+    regions: RegionTable,
+) -> Result<Option<NixlLender>, Error> {
+    let Some(library) = config.nixl.clone() else {
+        return Ok(None);
+    };
+    if config.tls.is_enabled() {
+        tracing::warn!("kv goes over nixl, which encrypts nothing: tls protects its frames alone");
+    }
+    // Pinning the pools for RDMA takes its time: not on the runtime.
+    let lender = tokio::task::spawn_blocking(move || NixlLender::new(&library, &regions)).await;
+    let lender = lender.map_err(|_| Error::Task("registering the pools with NIXL"))?;
+    let failed = |error: NixlError| WireError::new(ErrorKind::Unavailable, error.to_string());
+    Ok(Some(lender.map_err(failed)?))
 }
 
 /// The engine's settings, with pools of its own where the host shares no memory.
