@@ -21,8 +21,9 @@ mod report;
 
 use std::time::Instant;
 
-use anyhow::ensure;
+use anyhow::{Context as _, ensure};
 use baton_engine::kv::PoolSharing;
+use baton_kv_transfer::NixlLibrary;
 use baton_kv_transfer::sender::TransportKind;
 use baton_observability::latency::Summary;
 
@@ -46,31 +47,35 @@ pub fn run(args: &TransferBenchArgs) -> anyhow::Result<()> {
 
 fn measure(args: &TransferBenchArgs) -> anyhow::Result<TransferReport> {
     let meter = Meter::start(None);
-    let ways = Way::ALL.len() as u64;
+    let nixl = args.nixl_library.as_deref().map(NixlLibrary::open);
+    let nixl = nixl.transpose().context("--nixl-library")?;
+    let ways = Way::all(nixl.is_some());
+    let with_latency = || ways.iter().copied().filter(|way| way.has_latency());
     let sizes = args.part_bytes.len() as u64;
-    let steps = sizes * (ways * u64::from(args.rounds) + Way::WITH_LATENCY.len() as u64);
+    let timed = (ways.len() as u64) * u64::from(args.rounds);
+    let steps = sizes * (timed + with_latency().count() as u64);
     let bar = points_bar(steps, args.report.quiet);
     let mut throughput = Vec::new();
     let mut latency = Vec::new();
     for part_bytes in &args.part_bytes {
-        let mut bench = Bench::new(part_bytes.0, args.total.0)?;
+        let mut bench = Bench::new(part_bytes.0, args.total.0, nixl.as_ref())?;
         // Touches every page and opens every lane.
-        for way in Way::ALL {
+        for way in ways.iter().copied() {
             bar.set_message(format!("{part_bytes} parts, {way}, not counted"));
             bench.once(way)?;
             bench.check(way)?;
         }
-        let mut samples = vec![Vec::new(); Way::ALL.len()];
+        let mut samples = vec![Vec::new(); ways.len()];
         for _ in 0..args.rounds {
-            for (at, way) in Way::ALL.into_iter().enumerate() {
+            for (at, way) in ways.iter().copied().enumerate() {
                 bar.set_message(format!("{part_bytes} parts, {way}"));
                 samples[at].push(bench.once(way)?);
                 bar.inc(1);
             }
         }
-        let measured = Way::ALL.into_iter().zip(&samples);
+        let measured = ways.iter().copied().zip(&samples);
         throughput.extend(Throughput::of_size(part_bytes.0, bench.bytes(), measured));
-        for way in Way::WITH_LATENCY {
+        for way in with_latency() {
             bar.set_message(format!("one part of {part_bytes}, {way}"));
             let mut micros = Vec::new();
             for _ in 0..args.latency_rounds {
@@ -115,10 +120,11 @@ struct Bench {
     target: Arena,
     pair: Pair,
     handoffs: [Handoff; 3],
+    nixl: Option<Handoff>,
 }
 
 impl Bench {
-    fn new(part_bytes: u32, total: u64) -> anyhow::Result<Self> {
+    fn new(part_bytes: u32, total: u64, nixl: Option<&NixlLibrary>) -> anyhow::Result<Self> {
         let mut source = Arena::new(part_bytes, total, PoolSharing::Private, 1)?;
         let mut lendable = Arena::new(part_bytes, total, PoolSharing::Lendable, 1)?;
         let mut target = Arena::new(part_bytes, total, PoolSharing::Private, 2)?;
@@ -126,16 +132,19 @@ impl Bench {
         lendable.fill(3);
         target.fill(4);
         let handoffs = [
-            Handoff::start(TransportKind::Loopback, &source, &target)?,
-            Handoff::start(TransportKind::SharedMemory, &lendable, &target)?,
-            Handoff::start(TransportKind::Tcp, &source, &target)?,
+            Handoff::start(TransportKind::Loopback, &source, &target, None)?,
+            Handoff::start(TransportKind::SharedMemory, &lendable, &target, None)?,
+            Handoff::start(TransportKind::Tcp, &source, &target, None)?,
         ];
+        let start = |nixl| Handoff::start(TransportKind::Nixl, &source, &target, Some(nixl));
+        let nixl = nixl.map(start).transpose()?;
         Ok(Self {
             pair: Pair::connect()?,
             source,
             lendable,
             target,
             handoffs,
+            nixl,
         })
     }
 
@@ -148,6 +157,7 @@ impl Bench {
             Way::Loopback => Some(&mut self.handoffs[0]),
             Way::SharedMemory => Some(&mut self.handoffs[1]),
             Way::Tcp => Some(&mut self.handoffs[2]),
+            Way::Nixl => self.nixl.as_mut(),
             Way::Memcpy | Way::ScatteredMemcpy | Way::PlainTcp => None,
         }
     }

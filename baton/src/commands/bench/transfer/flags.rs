@@ -1,6 +1,7 @@
 //! The flags of `baton bench transfer`.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 
 use clap::Args;
@@ -33,6 +34,10 @@ pub struct TransferBenchArgs {
     /// Transfers of a single part, for their latency.
     #[arg(long, env = "BATON_LATENCY_ROUNDS", default_value_t = 200, value_parser = clap::value_parser!(u32).range(1..=100_000))]
     pub latency_rounds: u32,
+    /// Also over NIXL, by the transports that UCX_TLS allows: its library, as in `baton
+    /// decode`.
+    #[arg(long, env = "BATON_NIXL_LIBRARY", value_name = "PATH")]
+    pub nixl_library: Option<PathBuf>,
     #[command(flatten)]
     pub report: ReportArgs,
 }

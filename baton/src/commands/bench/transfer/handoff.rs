@@ -7,7 +7,7 @@ use baton_kv_transfer::receiver::{BlockGrant, GrantRequest, GroupGrant, Receiver
 use baton_kv_transfer::sender::{
     CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, TransportKind,
 };
-use baton_kv_transfer::{DataPort, DataPortConfig, LayoutDigest};
+use baton_kv_transfer::{DataPort, DataPortConfig, LayoutDigest, NixlLender, NixlLibrary};
 use baton_proto::kv_layout::ByteExtent;
 use baton_proto::{Attempt, Epoch, RequestId};
 
@@ -33,16 +33,27 @@ pub struct Handoff {
 }
 
 impl Handoff {
-    pub fn start(transport: TransportKind, from: &Arena, to: &Arena) -> anyhow::Result<Self> {
+    pub fn start(
+        transport: TransportKind,
+        from: &Arena,
+        to: &Arena,
+        nixl: Option<&NixlLibrary>,
+    ) -> anyhow::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build()
             .context("start the runtime")?;
         let config = ReceiverConfig::new(EPOCH, LAYOUT, to.regions());
         let receiver = Receiver::start(config, Box::new(|_| {}))?;
-        let port = DataPort::bind(DataPortConfig::default(), receiver.clone())?;
+        let port = DataPortConfig {
+            nixl: nixl.cloned(),
+            ..DataPortConfig::default()
+        };
+        let port = DataPort::bind(port, receiver.clone())?;
+        let lender = nixl.map(|nixl| NixlLender::new(nixl, &from.regions()));
         let sender = Sender::start(SenderConfig {
             transports: vec![transport],
+            nixl: lender.transpose()?,
             // Between rounds the others have their turn.
             lane_idle_max: DEADLINE,
             ..SenderConfig::new(from.regions())

@@ -23,23 +23,30 @@ pub enum Way {
     Loopback,
     SharedMemory,
     Tcp,
+    Nixl,
 }
 
 impl Way {
-    pub const ALL: [Self; 6] = [
+    const ALL: [Self; 7] = [
         Self::Memcpy,
         Self::ScatteredMemcpy,
         Self::PlainTcp,
         Self::Loopback,
         Self::SharedMemory,
         Self::Tcp,
+        Self::Nixl,
     ];
-    pub const WITH_LATENCY: [Self; 4] = [
-        Self::PlainTcp,
-        Self::Loopback,
-        Self::SharedMemory,
-        Self::Tcp,
-    ];
+
+    /// Every way that can be gone with NIXL, or without.
+    pub fn all(nixl: bool) -> Vec<Self> {
+        let ways = Self::ALL.into_iter();
+        ways.filter(|way| nixl || *way != Self::Nixl).collect()
+    }
+
+    /// Whether it can move one part as well, for its latency.
+    pub const fn has_latency(self) -> bool {
+        !matches!(self, Self::Memcpy | Self::ScatteredMemcpy)
+    }
 
     const fn name(self) -> &'static str {
         match self {
@@ -49,6 +56,7 @@ impl Way {
             Self::Loopback => "loopback",
             Self::SharedMemory => "shared_memory",
             Self::Tcp => "tcp",
+            Self::Nixl => "nixl",
         }
     }
 }
