@@ -7,6 +7,7 @@
 //! not take stays in a bounded channel; past it the workers' streams are not
 //! read, and past a time the request is given up.
 
+mod ending;
 mod outlet;
 mod placing;
 mod resuming;
@@ -17,7 +18,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use baton_observability::RouterMetrics;
-use baton_observability::labels::{Decision, RetryWhen, Success};
+use baton_observability::labels::Decision;
 use baton_proto::block_hash::BlockHash;
 use baton_proto::sampling::{SampledToken, SamplingParams};
 use baton_proto::slo::Slo;
@@ -38,10 +39,6 @@ use crate::resume::prompt_hash;
 use crate::resume::received::Cursor;
 use crate::text::{ChoiceText, StopRules};
 use crate::workers::{ServedModel, Worker, Workers};
-
-/// How long a finished or cancelled decode call may take to say its last word.
-/// Blocks are promised back within a second of a client's going.
-const LAST_WORD: Duration = Duration::from_secs(1);
 
 /// How long a whole answer waits for the prefill worker's word on its cache. The word
 /// was sent before the answer's first token.
@@ -489,100 +486,6 @@ impl Driver {
                 self.outcome.get_or_insert(Err(error.clone()));
                 Err(Event::Abort(error))
             }
-        }
-    }
-
-    /// Tells the client, the metrics and the log how it ended, then waits a moment
-    /// for the decode worker's last word.
-    async fn finish(mut self) {
-        self.prefill = None;
-        let cancelled = self.outcome.is_none();
-        let outcome = self
-            .outcome
-            .take()
-            .unwrap_or_else(|| Err(Error::new(ErrorKind::Cancelled, "the client is gone")));
-        self.count(&outcome);
-        let Self {
-            shared,
-            job,
-            tally,
-            timing,
-            texts,
-            outlet,
-            closing,
-            closing_prefill,
-            ..
-        } = self;
-        let output_tokens: u32 = texts.iter().map(ChoiceText::tokens).sum();
-        timing.log(
-            &job.model.card.name,
-            job.prompt.len(),
-            output_tokens,
-            &outcome,
-        );
-        tally.end(outcome.as_ref().err());
-        drop(job.permit);
-        outlet.end(outcome.err());
-        let asked = Instant::now();
-        let prefill = async {
-            if let Some(mut session) = closing_prefill {
-                let ended = |event: &PrefillEvent| {
-                    matches!(
-                        event,
-                        PrefillEvent::HandedOff { .. } | PrefillEvent::Failed { .. }
-                    )
-                };
-                while let Some((event, _)) = session.next().await
-                    && !ended(&event)
-                {}
-            }
-        };
-        let decode = async {
-            if let Some(mut session) = closing {
-                let ended = |event: &DecodeEvent| {
-                    matches!(
-                        event,
-                        DecodeEvent::Ended { .. } | DecodeEvent::Failed { .. }
-                    )
-                };
-                while let Some(event) = session.next().await
-                    && !ended(&event)
-                {}
-                if cancelled {
-                    let release = &shared.metrics.cancel_to_release;
-                    release.observe_duration(asked.elapsed());
-                }
-            }
-        };
-        let both = async { tokio::join!(prefill, decode) };
-        if tokio::time::timeout(LAST_WORD, both).await.is_err() {
-            tracing::debug!("a worker did not say its last word");
-        }
-    }
-
-    fn count(&self, outcome: &Result<(), Error>) {
-        let success = |ok: bool| if ok { Success::Ok } else { Success::Failed };
-        let metrics = self.metrics();
-        self.timing.ended(metrics);
-        if self.job.resumed.is_some() {
-            let resumed = metrics.resumed_requests.get(success(outcome.is_ok()));
-            resumed.inc();
-        }
-        // All but the last try failed; the last one shares the request's fate.
-        if self.retries > 0 {
-            let when = if self.mid_stream {
-                RetryWhen::MidStream
-            } else {
-                RetryWhen::BeforeFirstToken
-            };
-            let failed = metrics.retries.get((when, Success::Failed));
-            failed.inc_by(self.retries - 1);
-            metrics.retries.get((when, success(outcome.is_ok()))).inc();
-        }
-        if self.migrations > 0 {
-            let failed = metrics.migrations.get(Success::Failed);
-            failed.inc_by(self.migrations - 1);
-            metrics.migrations.get(success(outcome.is_ok())).inc();
         }
     }
 }
