@@ -52,6 +52,14 @@ impl Lending {
         !matches!(self, Self::SharedMemory)
     }
 
+    /// Gives a sender time for a lane that takes long to begin.
+    pub fn be_patient(&self, config: &mut SenderConfig) {
+        if self.is_slow_to_start() {
+            config.connect_timeout = Leases::LONG.silence;
+            config.reconnect_max = Leases::LONG.lease;
+        }
+    }
+
     /// What another process is told, to do the same.
     pub fn name(&self) -> String {
         format!("{:?}", self.transport())

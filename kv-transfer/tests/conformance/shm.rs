@@ -286,6 +286,7 @@ pub fn be_prefill(arguments: &[String]) -> ! {
     let (pool, blocks, _) = content(number(3), &by, ordinals.len(), layers, part_bytes);
     let mut config = SenderConfig::new(vec![pool.region()]);
     by.sender(&mut config);
+    by.be_patient(&mut config);
     let sender = Sender::start(config);
     let target = LaneTarget {
         data_address: Some(arguments[8].parse().unwrap()),

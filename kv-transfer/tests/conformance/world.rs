@@ -235,6 +235,12 @@ impl World {
                 config.silence_max = leases.silence;
                 config.reconnect_max = leases.lease;
                 config.connect_timeout = leases.silence;
+                if let Fabric::Shared { lending, .. } = &self.fabric
+                    && !self.prefills.is_empty()
+                {
+                    // It takes over from one that died, and its own peer does not.
+                    lending.be_patient(&mut config);
+                }
             }
         }
         config.in_flight_parts_max = self.in_flight_parts_max;
