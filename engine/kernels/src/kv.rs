@@ -92,6 +92,24 @@ impl KvShape {
     pub fn block_bytes(&self) -> usize {
         self.layers as usize * self.layer_bytes()
     }
+
+    /// Whether kernels can work on such blocks.
+    pub(crate) fn check(&self) -> Result<(), Error> {
+        if self.block_size == 0 || !(self.block_size as usize).is_multiple_of(KV_SPAN) {
+            return Err(Error::KvBlockSize {
+                block_size: self.block_size,
+            });
+        }
+        if self.head_dim == 0 || !self.head_dim.is_multiple_of(16) {
+            return Err(Error::KvHeadDim {
+                head_dim: self.head_dim,
+            });
+        }
+        if self.layers == 0 || self.kv_heads == 0 {
+            return Err(Error::KvEmpty);
+        }
+        Ok(())
+    }
 }
 
 /// One KvGroup's pool memory. Copies are views of the same memory.
@@ -125,19 +143,7 @@ impl KvView {
     /// `<=` the row's own and inside its window, in the blocks of its table), and nobody reads or writes a slot it
     /// writes.
     pub unsafe fn new(base: *mut u8, shape: KvShape) -> Result<KvView, Error> {
-        if shape.block_size == 0 || !(shape.block_size as usize).is_multiple_of(KV_SPAN) {
-            return Err(Error::KvBlockSize {
-                block_size: shape.block_size,
-            });
-        }
-        if shape.head_dim == 0 || !shape.head_dim.is_multiple_of(16) {
-            return Err(Error::KvHeadDim {
-                head_dim: shape.head_dim,
-            });
-        }
-        if shape.layers == 0 || shape.kv_heads == 0 {
-            return Err(Error::KvEmpty);
-        }
+        shape.check()?;
         let align = shape.dtype.align();
         if !base.addr().is_multiple_of(align) {
             return Err(Error::KvAlignment { align });

@@ -77,3 +77,4 @@ pub use memory::WeightMemory;
 pub use quantize_weights::quantize_weights;
 pub use rope::{RopePairing, RopeTable};
 pub use scratch::Scratch;
+pub use write_kv::{KvConverter, KvSpans};

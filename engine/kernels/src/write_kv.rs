@@ -6,9 +6,13 @@
 //! A group of codes is stored as `minimum + scale * code`: the minimum and the scale are rounded to f16 first and the
 //! codes are chosen for the rounded ones, so that their rounding costs range at one end, not precision everywhere.
 
+mod convert;
+
 use std::marker::PhantomData;
 
 use half::f16;
+
+pub use convert::{KvConverter, KvSpans};
 
 use crate::Kernels;
 use crate::attention::codes::groups;

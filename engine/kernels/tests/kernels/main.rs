@@ -4,6 +4,7 @@
 #![allow(unsafe_code)]
 
 mod attention;
+mod convert;
 mod elementwise;
 mod formats;
 mod linear;
