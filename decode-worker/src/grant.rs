@@ -1,9 +1,35 @@
-//! From the engine's reserved blocks to what a lane may write.
+//! From the engine's reserved blocks to what a lane may write, and from a sender's
+//! blocks of another type to the engine's arithmetic.
+
+use std::sync::Arc;
 
 use baton_engine::api::GroupReservation;
-use baton_engine::kv::KvMemory;
-use baton_kv_transfer::receiver::{BlockGrant, GroupGrant};
-use baton_proto::v1;
+use baton_engine::kv::{KvMemory, LayerConverter};
+use baton_kv_transfer::receiver::{BlockGrant, Convert, GroupGrant, OtherLayouts};
+use baton_proto::kv_layout::KvLayout;
+use baton_proto::relayout::KvRun;
+use baton_proto::{Error, v1};
+
+/// Rounds what arrives as this worker's engine would.
+struct Rounded(LayerConverter);
+
+impl Convert for Rounded {
+    fn convert(&self, source: &[u8], target: &mut [u8], run: KvRun) {
+        self.0.convert(source, target, run);
+    }
+}
+
+/// What the receiver needs to take blocks of other layouts into pools laid out as `own`.
+pub(crate) fn other_layouts(own: &KvLayout) -> OtherLayouts {
+    OtherLayouts {
+        own: own.clone(),
+        converters: Arc::new(|relayout| {
+            let converter = LayerConverter::new(relayout)
+                .map_err(|error| Error::new(error.kind(), error.to_string()))?;
+            Ok(Box::new(Rounded(converter)))
+        }),
+    }
+}
 
 /// The byte extents of every reserved block, per group and model layer.
 pub(crate) fn group_grants(memory: &KvMemory, groups: &[GroupReservation]) -> Vec<GroupGrant> {

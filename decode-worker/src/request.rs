@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 use baton_engine::api::{Command, Event, GroupReservation, RequestKey, Submission, Work};
 use baton_kv_transfer::Ticket;
 use baton_kv_transfer::receiver::{
-    self, AbortReason, EventKind, GrantRequest, Regrant, RegrantRequest,
+    self, AbortReason, EventKind, GrantRequest, Regrant, RegrantRequest, Senders,
 };
 use baton_proto::convert::{forced_from_wire, sampled_from_wire, sampled_to_wire};
 use baton_proto::live_requests::Stop;
@@ -289,6 +289,7 @@ impl RequestTask {
                 bytes,
                 receiving,
                 transport,
+                foreign,
                 ..
             } => {
                 self.shared.forget_ticket(event.ticket);
@@ -297,7 +298,7 @@ impl RequestTask {
                     Err(error) => return self.orphan(event.attempt, error).await,
                 };
                 self.shared.metrics.received(bytes, transport, receiving);
-                self.commit(&first, receiving).await
+                self.commit(&first, receiving, foreign).await
             }
             EventKind::Aborted { reason } => {
                 self.shared.forget_ticket(event.ticket);
@@ -324,6 +325,10 @@ impl RequestTask {
             attempt: self.attempt,
             epoch: self.shared.info.epoch,
             groups: group_grants(self.shared.engine.memory(), &self.reservation),
+            senders: Senders::AnyLayout {
+                tokens: self.order.prompt.len() as u32,
+                exact: self.order.exact,
+            },
             deadline: self.handoff_time(),
         };
         match self.shared.receiver.grant(request) {
@@ -387,6 +392,7 @@ impl RequestTask {
         &mut self,
         first: &[(SampledToken, Option<FinishReason>)],
         receiving: Duration,
+        foreign: bool,
     ) -> Flow {
         self.phase = Phase::Running;
         self.reservation.clear();
@@ -401,6 +407,7 @@ impl RequestTask {
         self.command(Command::Commit {
             key: self.key,
             first: first.iter().map(|(token, _)| token.clone()).collect(),
+            foreign,
         });
         self.emit(v1::decode_event::Event::Committed(committed))
             .await
@@ -656,6 +663,8 @@ fn abort_error(reason: &AbortReason) -> Error {
             "LAYOUT_MISMATCH",
             "the sender lays out KV differently".to_owned(),
         ),
+        // Names the field and both values.
+        AbortReason::Unfit(error) => return (**error).clone(),
     };
     Error::new(kind, message).with_reason(code)
 }

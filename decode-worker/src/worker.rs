@@ -32,6 +32,7 @@ use tokio_util::task::TaskTracker;
 use tonic::service::RoutesBuilder;
 
 use crate::config::DecodeWorkerConfig;
+use crate::grant::other_layouts;
 use crate::metrics::Metrics;
 use crate::request::Input;
 use crate::service::Service;
@@ -206,8 +207,10 @@ impl DecodeWorker {
             let tickets = Arc::clone(&tickets);
             let regions = regions_of(engine.memory());
             let digest = LayoutDigest::of(engine.layout());
+            let mut config = ReceiverConfig::new(epoch, digest, regions);
+            config.other_layouts = Some(other_layouts(engine.layout()));
             Receiver::start(
-                ReceiverConfig::new(epoch, digest, regions),
+                config,
                 Box::new(move |event: baton_kv_transfer::receiver::Event| {
                     if let Some(inputs) = tickets.lock().get(&event.ticket) {
                         drop(inputs.send(Input::Lane(event)));

@@ -83,6 +83,10 @@ pub enum Command {
     Commit {
         key: RequestKey,
         first: Vec<SampledToken>,
+        /// The bytes are not those that this engine would have computed (another type of
+        /// KV at the sender, positions missing behind a window): neither they nor what is
+        /// computed from them is ever found by a prefix.
+        foreign: bool,
     },
     /// Stop work on a request. Idempotent; unknown keys are ignored.
     Cancel {

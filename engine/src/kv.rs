@@ -3,6 +3,7 @@
 //! ```text
 //! memory        the bytes: one region per KvGroup, raw, for kernels and lanes
 //! block_pool    the state of every block of one group, its eviction and the prefix index
+//! convert       a peer's layers of another type as ours
 //! tables        a sequence's blocks in all groups: grow, share, copy on write, look-up
 //! ```
 //!
@@ -10,11 +11,13 @@
 //! bytes; the core does.
 
 pub mod block_pool;
+pub mod convert;
 pub mod memory;
 mod pool_memory;
 pub mod tables;
 
 pub use block_pool::{BlockPool, BlockState};
+pub use convert::LayerConverter;
 pub use memory::{KvMemory, PoolSharing, Region};
 pub use tables::{Hit, Pools, Tables};
 
@@ -32,6 +35,8 @@ pub enum Error {
         group: usize,
         source: baton_kernels::Error,
     },
+    #[error("convert kv of another type: {0}")]
+    Convert(baton_kernels::Error),
     #[error("kv group {group}: map `{bytes}` bytes: {source}")]
     Map {
         group: usize,

@@ -98,6 +98,9 @@ pub enum Kind {
     Lend = 15,
     /// Receiver: how much it will have offered at once; 0 if it cannot read there.
     Lent = 16,
+    /// Sender: as `Open`, with blocks of another layout than the receiver's. Only sent to
+    /// receivers that are known to understand it.
+    OpenAs = 17,
 }
 
 impl Kind {
@@ -119,6 +122,7 @@ impl Kind {
             14 => Self::Offer,
             15 => Self::Lend,
             16 => Self::Lent,
+            17 => Self::OpenAs,
             _ => return None,
         })
     }

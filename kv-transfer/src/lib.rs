@@ -18,6 +18,9 @@
 //! revoke(ticket).await                           abort(reason); quiesced().await
 //! ```
 //!
+//! A sender whose blocks are laid out otherwise describes them when it opens a ticket, and
+//! its parts are re-laid out on arrival ([`receiver::relayout`]) or refused by name.
+//!
 //! Whatever happens on the way ends in the right bytes or in an error with a type, on both
 //! sides and in time; `tests/conformance` says what that is tried against. With the feature
 //! `test-support`, `mem` drives both ends in one thread, with seeded faults in virtual time.
@@ -61,4 +64,4 @@ pub use nixl::{NixlError, NixlLender, NixlLibrary};
 pub use region::Access;
 pub use region::{MemoryRegion, RegionTable};
 pub use shared_memory::{SharedMemory, region_of};
-pub use ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
+pub use ticket::{LaneKey, LayoutDigest, Opening, ProcessToken, SessionId, Ticket};

@@ -20,6 +20,7 @@ pub(crate) mod lane;
 pub(crate) mod outbox;
 pub mod parts;
 pub mod protections;
+pub mod relayout;
 pub mod state;
 mod table;
 
@@ -34,9 +35,10 @@ use bytes::Bytes;
 pub use event::{Event, EventKind, EventSink};
 pub use grant::{
     AbortReason, BlockGrant, ExpiryReason, Grant, GrantRequest, GroupGrant, Progress, Regrant,
-    RegrantRequest, Terminal,
+    RegrantRequest, Senders, Terminal,
 };
 pub use protections::Protections;
+pub use relayout::{Convert, Converters, OtherLayouts};
 pub use state::ReceiverState;
 
 use crate::codec::{Control, Scope};
@@ -57,6 +59,8 @@ pub struct ReceiverConfig {
     pub epoch: Epoch,
     /// Senders with another digest are refused when they open a ticket.
     pub layout: LayoutDigest,
+    /// What it takes to let senders of other layouts fill grants. Default `None`.
+    pub other_layouts: Option<OtherLayouts>,
     /// One region per KV group.
     pub regions: RegionTable,
     /// What lanes authenticate with.
@@ -83,6 +87,7 @@ impl ReceiverConfig {
         Self {
             epoch,
             layout,
+            other_layouts: None,
             regions,
             lane_key: LaneKey::random(),
             resume_grace: Duration::from_millis(1500),
@@ -170,6 +175,7 @@ impl Shared {
         self.retire(entry, &self.counters.committed);
         let mut inner = entry.lock_unguarded();
         let bytes = inner.state.progress().bytes_received;
+        let foreign = !inner.state.parts().fills_as_its_own();
         let (duration, receiving) = lane::durations(
             inner.state.granted_at(),
             inner.state.first_part_at(),
@@ -182,6 +188,7 @@ impl Shared {
             duration,
             receiving,
             transport,
+            foreign,
         };
         entry.emit(&inner, &*self.events, what);
     }
@@ -366,6 +373,7 @@ impl Receiver {
         for extent in extents {
             region::check(&self.shared.regions, *extent)?;
         }
+        self.check_senders(&request)?;
         let limits = Limits {
             resume_grace: config.resume_grace,
             corrupt_frames_max: config.corrupt_frames_max,
@@ -378,8 +386,34 @@ impl Receiver {
             limits,
             config.environment.now(),
             request.deadline,
-        );
+        )
+        .for_senders(request.senders);
         self.insert(request.attempt, request.request_id, state)
+    }
+
+    /// Whether parts of other layouts could be placed in what is granted to all senders.
+    fn check_senders(&self, request: &GrantRequest) -> Result<(), Error> {
+        if request.senders == Senders::SameLayout {
+            return Ok(());
+        }
+        let Some(others) = &self.shared.config.other_layouts else {
+            return Err(Error::Invalid(
+                "this receiver takes parts of its own layout only".to_owned(),
+            ));
+        };
+        let bytes = others.own.layer_bytes();
+        for grant in &request.groups {
+            let group = others.own.groups.get(usize::from(grant.group));
+            let layers = group.is_some_and(|group| group.layers == grant.layers);
+            let mut extents = grant.blocks.iter().flat_map(|block| &block.layers);
+            if !layers || extents.any(|extent| extent.len as usize != bytes) {
+                return Err(Error::Invalid(format!(
+                    "kv group `{}` is not granted as the receiver's layout has it",
+                    grant.group
+                )));
+            }
+        }
+        Ok(())
     }
 
     fn insert(

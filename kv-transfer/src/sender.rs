@@ -37,7 +37,7 @@ use crate::error::{Error, Refusal};
 use crate::mem;
 use crate::nixl::NixlLender;
 use crate::region::RegionTable;
-use crate::ticket::{LaneKey, LayoutDigest, ProcessToken, SessionId, Ticket};
+use crate::ticket::{LaneKey, Opening, ProcessToken, SessionId, Ticket};
 use crate::transport::stream::lane_client;
 use crate::transport::{loopback, shared_memory};
 use crate::wake::lock;
@@ -246,7 +246,8 @@ impl Sender {
     /// # Errors
     /// [`Error::Full`] beyond `transfers_max`; [`Error::Unreachable`] if no configured
     /// transport fits the target; [`Error::Io`] if no thread can be started.
-    pub fn open(&self, target: LaneTarget, layout: LayoutDigest) -> Result<Transfer, Error> {
+    pub fn open(&self, target: LaneTarget, layout: impl Into<Opening>) -> Result<Transfer, Error> {
+        let opening = layout.into();
         let Lanes {
             config,
             transfers_open,
@@ -266,7 +267,10 @@ impl Sender {
         let transfer = |bell| {
             let open = Arc::clone(transfers_open);
             let (target, now) = (target.clone(), config.environment.now());
-            Arc::new(TransferShared::new(config, target, layout, bell, open, now))
+            let opening = opening.clone();
+            Arc::new(TransferShared::new(
+                config, target, opening, bell, open, now,
+            ))
         };
         if let Some(lane) = lanes.get(&key) {
             let shared = transfer(lane.bell().clone());

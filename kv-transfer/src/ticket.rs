@@ -8,6 +8,9 @@
 use std::fmt;
 
 use baton_proto::kv_layout::{KvGroupKind, KvLayout};
+use bytes::Bytes;
+
+use crate::codec::Control;
 
 /// The right of one attempt to write into one reservation. Random per grant.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -117,7 +120,8 @@ impl fmt::Debug for SessionId {
 }
 
 /// A digest of the sender's or receiver's KV layout. Unequal digests are refused
-/// when a transfer opens, before any block moves.
+/// when a transfer opens, before any block moves; a sender that knows its layout to be
+/// another one describes it instead ([`Opening`]).
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LayoutDigest(pub [u8; 32]);
 
@@ -149,6 +153,43 @@ impl LayoutDigest {
             hasher.update(&shard.model_heads.to_le_bytes());
         }
         Self(*hasher.finalize().as_bytes())
+    }
+}
+
+/// What a sender says of its layout when it opens a ticket.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// It is the receiver's: the digest shows it.
+    Same(LayoutDigest),
+    /// It is another one, described for the receiver to re-lay out what arrives.
+    Other(Bytes),
+}
+
+impl Opening {
+    /// The opening of a sender laid out as `own` towards a receiver laid out as `peer`,
+    /// which must be able to re-lay out if the two differ.
+    pub fn towards(own: &KvLayout, peer: &KvLayout) -> Self {
+        let digest = LayoutDigest::of(own);
+        if digest == LayoutDigest::of(peer) {
+            Self::Same(digest)
+        } else {
+            Self::Other(own.to_json().into())
+        }
+    }
+
+    pub(crate) fn frame(&self) -> Control {
+        match self {
+            Self::Same(layout) => Control::Open { layout: *layout },
+            Self::Other(layout) => Control::OpenAs {
+                layout: layout.clone(),
+            },
+        }
+    }
+}
+
+impl From<LayoutDigest> for Opening {
+    fn from(digest: LayoutDigest) -> Self {
+        Self::Same(digest)
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use baton_kv_transfer::codec::Scope;
 use baton_kv_transfer::part::PartRange;
 use baton_kv_transfer::receiver::parts::PartTable;
-use baton_kv_transfer::receiver::state::{LaneSerial, Limits, Placement, ReceiverState};
+use baton_kv_transfer::receiver::state::{LaneSerial, Layout, Limits, Placement, ReceiverState};
 use baton_kv_transfer::receiver::{BlockGrant, GroupGrant, Protections};
 use baton_kv_transfer::sender::SourceBlock;
 use baton_kv_transfer::sender::state::{Limits as SendLimits, NextFrame, SenderState};
@@ -109,7 +109,7 @@ impl World {
         assert!(self.sender.open_to_send(self.now));
         match self
             .receiver
-            .attach(self.lane, self.session, self.scope, true)
+            .attach(self.lane, self.session, self.scope, Layout::Same)
         {
             Ok(attached) => {
                 let missing = ranges(&attached.missing.ranges);

@@ -12,6 +12,8 @@ mod job;
 #[allow(dead_code)]
 #[path = "conformance/pool.rs"]
 mod pool;
+#[path = "conformance/relaid.rs"]
+mod relaid;
 #[allow(dead_code)]
 #[path = "conformance/verdict.rs"]
 mod verdict;

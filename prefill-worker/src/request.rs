@@ -17,8 +17,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_engine::api::{Command, Event, RequestKey, Submission, Work};
+use baton_kv_transfer::Refusal;
 use baton_kv_transfer::sender::{CommitOutcome, Transfer};
-use baton_kv_transfer::{LayoutDigest, Refusal};
 use baton_observability::labels::TransferFailure;
 use baton_proto::convert::sampled_to_wire;
 use baton_proto::live_requests::Stop;
@@ -105,8 +105,8 @@ impl RequestTask {
     /// Runs the request to its end. Everything it held is given back on return.
     pub(crate) async fn run(mut self) {
         let target = self.lane.target.clone();
-        let digest = LayoutDigest::of(self.shared.engine.layout());
-        let transfer = match self.shared.sender.open(target, digest) {
+        let opening = self.lane.opening.clone();
+        let transfer = match self.shared.sender.open(target, opening) {
             Ok(transfer) => transfer,
             Err(error) => {
                 let error = transfer_error(&error);

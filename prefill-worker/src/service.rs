@@ -42,14 +42,9 @@ impl PrefillWorker for Service {
             .map_err(|error| to_status(&error))?;
         let id = order.request_id.clone();
         let layout = shared.engine.layout();
-        let lane = parse_lane(
-            lane,
-            id.clone(),
-            layout,
-            &shared.config.tls,
-            |token| shared.sender.stays_in_process(token),
-            order.deadline,
-        )
+        let lane = parse_lane(lane, &order, layout, &shared.config.tls, |token| {
+            shared.sender.stays_in_process(token)
+        })
         .await
         .map_err(|error| to_status(&error))?;
         let stop = shared

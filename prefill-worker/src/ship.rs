@@ -7,14 +7,19 @@ use std::time::Duration;
 use baton_engine::api::OrdinalRange;
 use baton_engine::kv::KvMemory;
 use baton_kv_transfer::sender::{LaneTarget, SourceBlock};
-use baton_kv_transfer::{LaneKey, ProcessToken, Ticket};
+use baton_kv_transfer::{LaneKey, Opening, ProcessToken, Ticket};
 use baton_proto::kv_layout::KvLayout;
+use baton_proto::relayout::{Fit, Relayout};
 use baton_proto::transport::TlsSettings;
-use baton_proto::{Attempt, Epoch, Error, RequestId, v1};
+use baton_proto::work::WorkOrder;
+use baton_proto::{Attempt, Epoch, Error, v1};
 
 /// A lane as the router passed it on, checked.
 pub(crate) struct Lane {
     pub(crate) target: LaneTarget,
+    /// What the receiver is told of this worker's layout.
+    pub(crate) opening: Opening,
+    /// In this worker's ordinals.
     pub(crate) ship: Vec<OrdinalRange>,
 }
 
@@ -22,20 +27,19 @@ pub(crate) struct Lane {
 ///
 /// # Errors
 /// `INVALID_ARGUMENT` naming the field, or `UNAVAILABLE`: reason `LAYOUT_MISMATCH`,
-/// naming the field that differs and both values, or `DATA_TLS_MISMATCH`, saying which
-/// end has TLS.
+/// naming the field that stands in the way and both values, or `DATA_TLS_MISMATCH`,
+/// saying which end has TLS.
 pub(crate) async fn parse_lane(
     wire: v1::Lane,
-    request_id: RequestId,
+    order: &WorkOrder,
     layout: &KvLayout,
     tls: &TlsSettings,
     stays_in_process: impl FnOnce(ProcessToken) -> bool,
-    time_left: Option<Duration>,
 ) -> Result<Lane, Error> {
-    let theirs: KvLayout = serde_json::from_str(&wire.layout_json)
+    let theirs = KvLayout::from_json(wire.layout_json.as_bytes())
         .map_err(|error| Error::invalid("lane.layout_json", error.to_string()))?;
-    theirs.validate()?;
-    layout.check_peer(&theirs)?;
+    let relayout = meet(layout, &theirs, order.exact)?;
+    let tokens = order.prompt.len() as u32;
     let malformed = |field: &str| Error::invalid(field, "has the wrong length");
     let deadline = Duration::from_millis(wire.deadline_ms);
     let process_token = ProcessToken::from_bytes(&wire.process_token)
@@ -44,7 +48,8 @@ pub(crate) async fn parse_lane(
         check_tls(&wire, tls.is_enabled())?;
     }
     Ok(Lane {
-        ship: ranges(&wire.wanted, layout)?,
+        ship: ranges(&wire.wanted, &relayout, tokens)?,
+        opening: Opening::towards(layout, &theirs),
         target: LaneTarget {
             data_address: resolve(&wire.data_address).await?,
             server_name: match tls.is_enabled() && !wire.data_address.is_empty() {
@@ -57,33 +62,55 @@ pub(crate) async fn parse_lane(
             ticket: Ticket::from_bytes(&wire.ticket).ok_or_else(|| malformed("lane.ticket"))?,
             epoch: Epoch(wire.epoch),
             attempt: Attempt(wire.attempt),
-            request_id,
-            deadline: time_left.map_or(deadline, |left| left.min(deadline)),
+            request_id: order.request_id.clone(),
+            deadline: order.deadline.map_or(deadline, |left| left.min(deadline)),
         },
     })
 }
 
-fn ranges(wanted: &[v1::OrdinalRange], layout: &KvLayout) -> Result<Vec<OrdinalRange>, Error> {
+/// How a receiver laid out as `theirs` takes this worker's blocks. The router asked the
+/// same before it paired the two; this is the second line.
+fn meet(ours: &KvLayout, theirs: &KvLayout, exact: bool) -> Result<Relayout, Error> {
+    let relayout = Relayout::between(ours, theirs)?;
+    if exact {
+        relayout.check_exact()?;
+    }
+    Ok(relayout)
+}
+
+/// What of this worker's blocks holds the ordinals that the receiver wants.
+fn ranges(
+    wanted: &[v1::OrdinalRange],
+    relayout: &Relayout,
+    tokens: u32,
+) -> Result<Vec<OrdinalRange>, Error> {
+    let groups = relayout.sender().groups.len();
     wanted
         .iter()
         .map(|range| {
             let group = u16::try_from(range.group)
                 .ok()
-                .filter(|group| usize::from(*group) < layout.groups.len());
-            match group {
-                Some(group) if range.first.checked_add(range.count).is_some() => Ok(OrdinalRange {
+                .filter(|group| usize::from(*group) < groups);
+            match (group, range.first.checked_add(range.count)) {
+                (Some(group), Some(end)) if relayout.fit() == Fit::Same => Ok(OrdinalRange {
                     group,
                     first: range.first,
-                    count: range.count,
+                    count: end - range.first,
                 }),
+                (Some(group), Some(end)) => {
+                    let wanted = range.first..end;
+                    let sent = relayout.sent_ordinals(usize::from(group), &wanted, tokens);
+                    Ok(OrdinalRange {
+                        group,
+                        first: sent.start,
+                        count: sent.end - sent.start,
+                    })
+                }
                 _ => Err(Error::invalid(
                     "lane.wanted",
                     format!(
-                        "group {} with ordinals {}+{} is not in the layout's {} groups",
-                        range.group,
-                        range.first,
-                        range.count,
-                        layout.groups.len()
+                        "group {} with ordinals {}+{} is not in the layout's {groups} groups",
+                        range.group, range.first, range.count,
                     ),
                 )),
             }
@@ -158,6 +185,68 @@ pub(crate) fn source_blocks(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_proto::NumericsId;
+    use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvOrigin};
+
+    fn layout(block_size: u32, dtype: KvDtype) -> KvLayout {
+        KvLayout {
+            block_size,
+            dtype,
+            scale_group: dtype.scale_group(),
+            kv_heads: 1,
+            head_dim: 16,
+            layers: 1,
+            groups: vec![KvGroup {
+                kind: KvGroupKind::Full,
+                layers: vec![0],
+            }],
+            numerics: NumericsId::derive(&[dtype.name().as_bytes()]),
+            origin: Some(KvOrigin {
+                model: "m".to_owned(),
+                weights: "w".to_owned(),
+                rope: "r".to_owned(),
+                arithmetic: "a".to_owned(),
+            }),
+            shard: None,
+        }
+    }
+
+    #[test]
+    fn wanted_ordinals_become_our_own() {
+        let wanted = |group, first, count| v1::OrdinalRange {
+            group,
+            first,
+            count,
+        };
+        for (ours, theirs, tokens, asked, ships) in [
+            (16, 16, 100, (3, 4), Some((3, 4))),
+            // Positions 48..100, in blocks of 32.
+            (32, 16, 100, (3, 4), Some((1, 3))),
+            // Positions 64..100, the last block half empty.
+            (16, 64, 100, (1, 1), Some((4, 3))),
+            (16, 64, 100, (u32::MAX, 1), None),
+        ] {
+            let [ours, theirs] = [ours, theirs].map(|size| layout(size, KvDtype::F16));
+            let relayout = meet(&ours, &theirs, true).unwrap();
+            let ranges = ranges(&[wanted(0, asked.0, asked.1)], &relayout, tokens);
+            let got = ranges.ok().map(|ranges| (ranges[0].first, ranges[0].count));
+            assert_eq!(got, ships);
+        }
+        let relayout = meet(&layout(16, KvDtype::F16), &layout(32, KvDtype::F16), true).unwrap();
+        let error = ranges(&[wanted(1, 0, 1)], &relayout, 100).unwrap_err();
+        assert_eq!(error.field, "lane.wanted");
+    }
+
+    #[test]
+    fn an_exact_request_is_not_shipped_to_kv_of_another_type() {
+        let (ours, theirs) = (layout(16, KvDtype::F16), layout(16, KvDtype::Int8));
+        assert!(meet(&ours, &theirs, false).is_ok());
+        let error = meet(&ours, &theirs, true).unwrap_err();
+        assert_eq!(error.field, "kv_dtype");
+        for word in ["f16", "int8", "exact"] {
+            assert!(error.message.contains(word), "{}", error.message);
+        }
+    }
 
     #[test]
     fn only_one_end_with_tls_is_refused_by_name() {

@@ -165,6 +165,23 @@ impl KvLayout {
         (first..first.saturating_add(self.kv_heads), of)
     }
 
+    /// As one worker describes its layout to another.
+    pub fn to_json(&self) -> String {
+        serde_json::to_string(self).expect("numbers, texts and lists have a form in JSON")
+    }
+
+    /// The layout that [`KvLayout::to_json`] wrote, checked.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] naming the field, or `layout` where the text itself is
+    /// wrong.
+    pub fn from_json(text: &[u8]) -> Result<Self, Error> {
+        let layout: Self = serde_json::from_slice(text)
+            .map_err(|error| Error::invalid("layout", error.to_string()))?;
+        layout.validate()?;
+        Ok(layout)
+    }
+
     /// Bytes of one kv head's K (or V) for 16 positions.
     pub fn span_bytes(&self) -> usize {
         let (positions, dim) = (SPAN_TOKENS as usize, self.head_dim as usize);

@@ -25,11 +25,15 @@ pub const FEATURE_LOOPBACK_LANE: u64 = 1 << 1;
 /// The data port can read what is lent to it over NIXL; set only if it was told to.
 pub const FEATURE_NIXL_LANE: u64 = 1 << 2;
 
+/// Blocks of another layout can be sent, or re-laid out on arrival: see
+/// [`crate::relayout`].
+pub const FEATURE_RELAYOUT: u64 = 1 << 2;
+
 /// What this build speaks.
 pub const CURRENT: ProtocolVersion = ProtocolVersion {
     major: 1,
     minor: 0,
-    features: FEATURE_TCP_LANE | FEATURE_LOOPBACK_LANE,
+    features: FEATURE_TCP_LANE | FEATURE_LOOPBACK_LANE | FEATURE_RELAYOUT,
 };
 
 impl ProtocolVersion {
@@ -45,6 +49,11 @@ impl ProtocolVersion {
             return Err(mismatch("protocol.minor", self.minor, peer.minor));
         }
         Ok(())
+    }
+
+    /// Whether every ability of `features` is there.
+    pub const fn has(self, features: u64) -> bool {
+        self.features & features == features
     }
 }
 

@@ -39,6 +39,8 @@ pub struct WorkOrder {
     pub sampling: SamplingParams,
     pub cache_salt: Vec<u8>,
     pub use_cache: bool,
+    /// Whether anything that could change a token is refused.
+    pub exact: bool,
     /// What is left of the request's time.
     pub deadline: Option<Duration>,
     /// What it expects of latency.
@@ -136,6 +138,7 @@ impl WorkOrder {
             sampling,
             cache_salt: wire.cache_salt,
             use_cache: wire.use_cache,
+            exact: wire.exact,
             deadline: wire.deadline_ms.map(Duration::from_millis),
             slo,
             fence: wire.fence.map(Fence::from),

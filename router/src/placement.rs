@@ -2,9 +2,10 @@
 //! (path, P, D). Pure.
 //!
 //! The rules, in order: only workers that speak our protocol; a prefill worker is
-//! paired only with a decode worker whose KV layout is its own; the local path
-//! when what is not cached is short or no prefill worker is ready; else the
-//! cheapest pair. Cost is counted in tokens, so that queue, load and cached
+//! paired only with a decode worker that can take its KV, which for an exact request
+//! means: with the same bits; the local path when what is not cached is short or no
+//! prefill worker is ready; else the cheapest pair, of those whose KV keeps its bits
+//! while there is one. Cost is counted in tokens, so that queue, load and cached
 //! prefix add up.
 
 pub mod prefix_index;
@@ -15,6 +16,7 @@ use std::sync::Arc;
 use baton_membership::Role;
 use baton_proto::model_card::ModelCard;
 use baton_proto::protocol::{self, ProtocolVersion};
+use baton_proto::relayout::{Fit, Relayout};
 use baton_proto::{Epoch, Error, ErrorKind, NumericsId, WorkerId};
 
 use crate::request::PlaceQuery;
@@ -73,6 +75,8 @@ pub struct Question<'a> {
     pub prompt_tokens: u32,
     /// Tokens were sent already: only workers with this arithmetic continue them.
     pub numerics: Option<NumericsId>,
+    /// Whether KV must keep its bits on the way.
+    pub exact: bool,
     /// Chooses among equals; any number.
     pub tie: u64,
 }
@@ -165,16 +169,26 @@ impl Policy for LeastTokens {
             return local(decode);
         }
         let mut mismatch = None;
-        let mut best: Option<(u64, Placement)> = None;
+        let mut best: Option<((bool, u64), Placement)> = None;
         for (index, decode) in decoders.iter().enumerate() {
-            let paired: Vec<&Candidate> = prefillers
+            let paired: Vec<(&Candidate, bool)> = prefillers
                 .iter()
-                .copied()
-                .filter(|prefill| pairs(prefill, decode, &mut mismatch))
+                .filter_map(|prefill| {
+                    let pair = pairs(prefill, decode, question.exact, &mut mismatch)?;
+                    Some((*prefill, pair.fit() == Fit::OtherBits))
+                })
+                .collect();
+            let bent = paired.iter().all(|(_, other_bits)| *other_bits);
+            let paired: Vec<&Candidate> = paired
+                .into_iter()
+                .filter(|(_, other_bits)| *other_bits == bent)
+                .map(|(prefill, _)| prefill)
                 .collect();
             let prefill = cheapest(&paired, question.tie, |worker| prefill_cost(worker, tokens));
             let Some(prefill) = prefill else { continue };
             let cost = prefill_cost(prefill, tokens) + self.decode_cost(decode, tokens);
+            // KV with other bits costs quality, and no later prompt finds it: the last resort.
+            let cost = (bent, cost);
             let preferred = best.as_ref().is_none_or(|(known, placement)| {
                 cost < *known
                     || cost == *known
@@ -251,20 +265,35 @@ fn fits(worker: &Candidate, question: &Question<'_>, refusal: &mut Option<Error>
     }
 }
 
-fn pairs(prefill: &Candidate, decode: &Candidate, mismatch: &mut Option<Error>) -> bool {
-    let checked = prefill
-        .protocol
-        .check_peer(decode.protocol)
-        .and_then(|()| prefill.card.layout.check_peer(&decode.card.layout));
-    match checked {
-        Ok(()) => true,
-        Err(mut error) => {
+/// How `decode` would take the KV of `prefill`; `None`, and why, if it cannot or must not.
+fn pairs(
+    prefill: &Candidate,
+    decode: &Candidate,
+    exact: bool,
+    mismatch: &mut Option<Error>,
+) -> Option<Relayout> {
+    let checked = || {
+        prefill.protocol.check_peer(decode.protocol)?;
+        let (theirs, ours) = (&prefill.card.layout, &decode.card.layout);
+        let relayout = Relayout::between(theirs, ours)?;
+        let able = [prefill, decode].map(|end| end.protocol.has(protocol::FEATURE_RELAYOUT));
+        if able != [true; 2] {
+            theirs.check_peer(ours)?;
+        }
+        if exact {
+            relayout.check_exact()?;
+        }
+        Ok(relayout)
+    };
+    match checked() {
+        Ok(relayout) => Some(relayout),
+        Err::<_, Error>(mut error) => {
             error.message = format!(
                 "prefill worker `{}` cannot hand over to decode worker `{}`: {}",
                 prefill.key.id, decode.key.id, error.message
             );
             mismatch.get_or_insert(error);
-            false
+            None
         }
     }
 }

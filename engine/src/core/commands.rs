@@ -18,7 +18,11 @@ impl Core {
     pub fn handle(&mut self, command: Command, now: Duration) {
         match command {
             Command::Submit(submission) => self.submit(*submission, now),
-            Command::Commit { key, first } => self.commit(key, first),
+            Command::Commit {
+                key,
+                first,
+                foreign,
+            } => self.commit(key, first, foreign),
             Command::Cancel { key } => self.withdraw(key),
             Command::CancelChoice { key, choice } => self.cancel_choice(key, choice),
             Command::Release { key } => self.release(key),
@@ -181,13 +185,17 @@ impl Core {
     }
 
     /// The KV of a reservation's prompt has arrived: its choices may run.
-    fn commit(&mut self, key: RequestKey, first: Vec<SampledToken>) {
+    fn commit(&mut self, key: RequestKey, first: Vec<SampledToken>, foreign: bool) {
         let Some(request) = self.requests.get_mut(&key) else {
             return;
         };
         if request.stage != RequestStage::Reserved {
             tracing::warn!(?key, stage = ?request.stage, "commit of a request that is not reserved");
             return;
+        }
+        if foreign {
+            // From here on nothing of it is named. What it hit itself was ours.
+            request.hasher = None;
         }
         let id = request.id(0);
         let trunk = self

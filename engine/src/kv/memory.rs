@@ -15,10 +15,11 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use baton_kernels::{HugePages, KvShape, KvView};
-use baton_proto::kv_layout::{ByteExtent, KvDtype, KvLayout};
+use baton_proto::kv_layout::{ByteExtent, KvLayout};
 use baton_proto::pool_memory::SharedMemory;
 
 use super::Error;
+use super::convert::kernel_dtype;
 use crate::step::BLOCK_NONE;
 
 /// Who can read a pool's memory.
@@ -218,13 +219,7 @@ impl Pool {
             layers: layout.groups[group].layers.len() as u32,
             kv_heads: layout.kv_heads,
             head_dim: layout.head_dim,
-            dtype: match layout.dtype {
-                KvDtype::F32 => baton_kernels::KvDtype::F32,
-                KvDtype::F16 => baton_kernels::KvDtype::F16,
-                KvDtype::Bf16 => baton_kernels::KvDtype::BF16,
-                KvDtype::Int8 => baton_kernels::KvDtype::Int8,
-                KvDtype::Int4 => baton_kernels::KvDtype::Int4,
-            },
+            dtype: kernel_dtype(layout.dtype),
         };
         // SAFETY: `len` zeroed bytes start at `ptr` and live as long as this pool.
         // Who touches which slot when is kept apart by the block pool's states.
@@ -243,7 +238,7 @@ impl Pool {
 mod tests {
     use super::*;
     use baton_proto::NumericsId;
-    use baton_proto::kv_layout::{KvGroup, KvGroupKind};
+    use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind};
     use baton_proto::pool_memory::PoolMemory as _;
 
     fn layout() -> KvLayout {

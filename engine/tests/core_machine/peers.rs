@@ -74,6 +74,7 @@ fn a_cancelled_reservation_stays_quarantined_until_released() {
     machine.send(Command::Commit {
         key: RequestKey(1),
         first: vec![late],
+        foreign: false,
     });
     machine.send(Command::Release { key: RequestKey(1) });
     machine.send(Command::Release { key: RequestKey(1) });
@@ -88,6 +89,37 @@ fn a_cancelled_reservation_stays_quarantined_until_released() {
         oracle(&local(2, 330, 4))[0].tokens
     );
     machine.assert_nothing_held();
+}
+
+/// Neither converted KV nor what was computed from it is ever found by a prefix.
+#[test]
+fn foreign_kv_never_enters_the_prefix_cache() {
+    for foreign in [false, true] {
+        let mut world = World::new(&Sizes::new(16, 60), &Sizes::new(16, 60));
+        world.foreign = foreign;
+        let mut submission = long(1, 70, 60);
+        submission.sampling.n = 2;
+        submission.work = Work::Receive;
+        world.arrive(submission, &[], false, 1);
+        while world.round() {}
+        assert_eq!(world.handoffs, 1);
+        let cached = |world: &World| -> u32 {
+            let load = world.decode.load();
+            load.blocks.iter().map(|blocks| blocks.cached).sum()
+        };
+        assert_eq!(cached(&world) == 0, foreign);
+        // The same prompt again finds nothing of it, and what is computed here counts.
+        let hits = world.decode.load().prefix_hits_tokens_total;
+        world.foreign = false;
+        let mut again = long(2, 70, 60);
+        again.prompt = long(1, 70, 60).prompt;
+        world.arrive(again, &[], false, 1);
+        while world.round() {}
+        let hits = world.decode.load().prefix_hits_tokens_total - hits;
+        assert_eq!(hits == 0, foreign);
+        assert!(cached(&world) > 0);
+        world.finish();
+    }
 }
 
 /// B001, B015 (b): what is being sent is neither evicted nor leaked.

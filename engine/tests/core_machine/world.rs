@@ -20,6 +20,8 @@ pub struct World {
     pub prefill: Machine,
     pub clients: BTreeMap<u64, Client>,
     next: u64,
+    /// Whether what arrives is said to be of another hash domain.
+    pub foreign: bool,
     pub handoffs: u32,
     pub late_writes: u32,
 }
@@ -31,6 +33,7 @@ impl World {
             prefill: Machine::new(Role::Prefill, prefill),
             clients: BTreeMap::new(),
             next: 1,
+            foreign: false,
             handoffs: 0,
             late_writes: 0,
         }
@@ -370,7 +373,11 @@ impl World {
                 }
                 self.handoffs += 1;
                 let first = tokens.into_iter().map(|(token, _)| token).collect();
-                self.decode.send(Command::Commit { key, first });
+                self.decode.send(Command::Commit {
+                    key,
+                    first,
+                    foreign: self.foreign,
+                });
             }
             Event::Released { key } => {
                 let client = self.client(key);

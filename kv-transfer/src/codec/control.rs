@@ -31,6 +31,10 @@ pub enum Control {
     Open {
         layout: LayoutDigest,
     },
+    /// The sender's layout, as it describes it.
+    OpenAs {
+        layout: Bytes,
+    },
     Opened(Missing),
     Ack {
         consumed: u64,
@@ -67,6 +71,7 @@ impl Control {
     pub fn kind(&self) -> Kind {
         match self {
             Self::Open { .. } => Kind::Open,
+            Self::OpenAs { .. } => Kind::OpenAs,
             Self::Opened(_) => Kind::Opened,
             Self::Ack { .. } => Kind::Ack,
             Self::Nack(_) => Kind::Nack,
@@ -90,6 +95,7 @@ impl Control {
         let mut range = NO_PARTS;
         match self {
             Self::Open { layout } => bytes.extend_from_slice(&layout.0),
+            Self::OpenAs { layout } => bytes.extend_from_slice(layout),
             Self::Opened(missing) | Self::Missing(missing) => encode_missing(missing, &mut bytes),
             Self::Ack { consumed } => bytes.extend_from_slice(&consumed.to_le_bytes()),
             Self::Nack(damaged) => range = *damaged,
@@ -158,6 +164,9 @@ impl Control {
                     layout: LayoutDigest(digest),
                 })
             }
+            Kind::OpenAs => Ok(Self::OpenAs {
+                layout: Bytes::copy_from_slice(payload),
+            }),
             Kind::Opened => decode_missing(payload).map(Self::Opened),
             Kind::Missing => decode_missing(payload).map(Self::Missing),
             Kind::Ack => {
@@ -347,6 +356,9 @@ mod tests {
             Control::Open {
                 layout: LayoutDigest([5; 32]),
             },
+            Control::OpenAs {
+                layout: Bytes::from_static(b"{}"),
+            },
             Control::Opened(missing.clone()),
             Control::Missing(missing),
             Control::Ack { consumed: u64::MAX },
@@ -450,7 +462,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn random_payloads_never_panic(kind in 1u8..=16, payload in proptest::collection::vec(any::<u8>(), 0..400)) {
+        fn random_payloads_never_panic(kind in 1u8..=17, payload in proptest::collection::vec(any::<u8>(), 0..400)) {
             let kind = Kind::from_byte(kind).unwrap();
             let header = Header {
                 kind,

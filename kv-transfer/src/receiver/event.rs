@@ -39,6 +39,10 @@ pub enum EventKind {
         receiving: Duration,
         /// Of the lane that committed.
         transport: TransportKind,
+        /// The blocks must not be found by the hashes of their tokens: their bits are not
+        /// those that this worker would have computed, or a block of a sliding window
+        /// lacks positions that its sender held no more.
+        foreign: bool,
     },
     /// The transfer ended without success. The blocks are the worker's again.
     Aborted { reason: AbortReason },

@@ -34,8 +34,26 @@ pub struct GrantRequest {
     /// The receiver's own epoch; frames that name another one are refused.
     pub epoch: Epoch,
     pub groups: Vec<GroupGrant>,
+    /// Who may fill them.
+    pub senders: Senders,
     /// From now until the commit must be here; then the grant expires.
     pub deadline: Duration,
+}
+
+/// Which senders may fill a grant.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Senders {
+    /// Those whose blocks are laid out as the receiver's.
+    #[default]
+    SameLayout,
+    /// Others too, if [`super::ReceiverConfig::other_layouts`] is set: their parts are
+    /// re-laid out on arrival.
+    AnyLayout {
+        /// Positions of the prompt; what lies behind them in its last block has no meaning.
+        tokens: u32,
+        /// Only those whose K and V keep their bits.
+        exact: bool,
+    },
 }
 
 /// A grant, to be sent to the peer together with the lane key, the data address and
@@ -87,6 +105,9 @@ pub enum AbortReason {
     Corrupt,
     /// The sender's KV layout is another one.
     LayoutMismatch,
+    /// The sender described its layout, and it cannot, or for an exact request must not,
+    /// be re-laid out: the error names the field and both values.
+    Unfit(Box<baton_proto::Error>),
 }
 
 /// Why a grant expired.

@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use baton_proto::kv_layout::ByteExtent;
 
+use super::relayout::Staged;
 use super::state::LaneSerial;
 use super::table::Entry;
 use crate::codec::Header;
@@ -48,6 +49,8 @@ pub(crate) struct Incoming {
     slot: usize,
     /// Bytes read of the current slot.
     offset: usize,
+    /// Where the payload goes if its parts have to be re-laid out.
+    staged: Option<Staged>,
     /// Bytes of the payload still to be read.
     remaining: usize,
     crc: Crc32c,
@@ -68,6 +71,8 @@ pub(crate) struct Arrived {
     pub(crate) destination: Destination,
     pub(crate) crcs: Vec<u32>,
     pub(crate) intact: bool,
+    /// The payload, if it did not go into blocks.
+    pub(crate) staged: Option<Staged>,
 }
 
 impl Incoming {
@@ -80,6 +85,7 @@ impl Incoming {
             slots: Vec::new(),
             slot: 0,
             offset: 0,
+            staged: None,
             remaining: header.payload_len as usize,
             crc: Crc32c::new(),
             crcs: Vec::new(),
@@ -106,6 +112,14 @@ impl Incoming {
         }
     }
 
+    /// The same frame, whose parts are read into `staged` first.
+    pub(crate) fn aside(self, staged: Staged) -> Self {
+        Self {
+            staged: Some(staged),
+            ..self
+        }
+    }
+
     pub(crate) fn is_whole(&self) -> bool {
         self.remaining == 0
     }
@@ -119,6 +133,9 @@ impl Incoming {
         extra: &mut [u8],
         read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
     ) -> io::Result<Brought> {
+        if self.staged.is_some() {
+            return self.read_aside(extra, read);
+        }
         let guard = match &self.destination {
             Some(destination) => Entry::guard(&destination.entry, destination.lane),
             None => None,
@@ -229,15 +246,57 @@ impl Incoming {
                 self.scratched += fresh as u64;
             }
             left -= fresh;
-            self.offset += fresh;
-            if fresh == open {
-                self.crcs
-                    .push(std::mem::replace(&mut self.crc, Crc32c::new()).value());
-                self.slot += 1;
-                self.offset = 0;
-            }
+            self.advance(fresh, fresh == open);
         }
         self.remaining -= payload;
+    }
+
+    /// The checksum has taken `fresh` more bytes of the current slot, maybe its last.
+    fn advance(&mut self, fresh: usize, last: bool) {
+        self.offset += fresh;
+        if last {
+            self.crcs
+                .push(std::mem::replace(&mut self.crc, Crc32c::new()).value());
+            self.slot += 1;
+            self.offset = 0;
+        }
+    }
+
+    /// As [`Incoming::read`], away from any block.
+    fn read_aside(
+        &mut self,
+        extra: &mut [u8],
+        read: impl FnOnce(&mut [IoSliceMut<'_>]) -> io::Result<usize>,
+    ) -> io::Result<Brought> {
+        let Some(mut staged) = self.staged.take() else {
+            return Ok(Brought {
+                payload: 0,
+                extra: 0,
+            });
+        };
+        let start = staged.filled;
+        let mut buffers = vec![IoSliceMut::new(staged.rest())];
+        if !extra.is_empty() {
+            buffers.push(IoSliceMut::new(extra));
+        }
+        let got = read(&mut buffers);
+        drop(buffers);
+        let payload = got.as_ref().map_or(0, |got| (*got).min(self.remaining));
+        staged.filled += payload;
+        let mut fresh = staged.arrived(start);
+        while !fresh.is_empty() {
+            let open = self.slots[self.slot].extent.len as usize - self.offset;
+            let (now, later) = fresh.split_at(open.min(fresh.len()));
+            self.crc.update(now);
+            self.advance(now.len(), now.len() == open);
+            fresh = later;
+        }
+        self.remaining -= payload;
+        self.staged = Some(staged);
+        got.map(|got| Brought {
+            payload,
+            extra: got - payload,
+        })
     }
 
     fn read_scratch(
@@ -270,6 +329,7 @@ impl Incoming {
             destination,
             crcs: self.crcs,
             intact,
+            staged: self.staged,
         })
     }
 }

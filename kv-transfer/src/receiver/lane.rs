@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use baton_proto::relayout::Fit;
 use bytes::Bytes;
 
 use super::Shared;
@@ -16,7 +17,8 @@ use super::event::{EventKind, LANE_LOST_EVENTS_MAX};
 use super::grant::{AbortReason, Terminal};
 use super::incoming::{Arrived, Destination, Incoming};
 use super::outbox::Outbox;
-use super::state::{Arrival, CommitAnswer, LaneSerial, Placement, Stray};
+use super::relayout::{Plan, Staged};
+use super::state::{Arrival, CommitAnswer, LaneSerial, Layout, Placement, Stray};
 use super::table::Entry;
 use crate::codec::{Control, Header, Scope};
 use crate::error::{Error, Refusal};
@@ -45,6 +47,10 @@ pub(crate) struct ReceiverLane {
     opened: BTreeMap<Ticket, Opened>,
     /// When the last bytes came over this lane.
     heard_at: Instant,
+    /// The layout that the sender described last, and what it comes to.
+    described: Option<(Bytes, Layout)>,
+    /// Where frames of other layouts stand until they are whole.
+    aside: Vec<u8>,
 }
 
 impl ReceiverLane {
@@ -64,6 +70,8 @@ impl ReceiverLane {
             transport,
             opened: BTreeMap::new(),
             heard_at,
+            described: None,
+            aside: Vec::new(),
         }
     }
 
@@ -93,7 +101,14 @@ impl ReceiverLane {
         match control {
             Control::Ping => self.outbox.push(scope, Control::Pong),
             Control::Pong => {}
-            Control::Open { layout } => self.open(scope, layout),
+            Control::Open { layout } => {
+                let layout = self.layout_of(layout);
+                self.open(scope, layout);
+            }
+            Control::OpenAs { layout } => {
+                let layout = self.layout_described(layout);
+                self.open(scope, layout);
+            }
             Control::Commit {
                 root,
                 parts,
@@ -110,7 +125,33 @@ impl ReceiverLane {
         Ok(())
     }
 
-    fn open(&mut self, scope: Scope, layout: LayoutDigest) {
+    fn layout_of(&self, digest: LayoutDigest) -> Layout {
+        if digest == self.shared.config.layout {
+            Layout::Same
+        } else {
+            Layout::Unknown
+        }
+    }
+
+    fn layout_described(&mut self, text: Bytes) -> Layout {
+        let Some(others) = &self.shared.config.other_layouts else {
+            return Layout::Unknown;
+        };
+        if let Some((known, layout)) = &self.described
+            && *known == text
+        {
+            return layout.clone();
+        }
+        let layout = match Plan::new(&text, others) {
+            Ok(plan) if plan.relayout.fit() == Fit::Same => Layout::Same,
+            Ok(plan) => Layout::Other(Arc::new(plan)),
+            Err(error) => Layout::Unfit(Box::new(error)),
+        };
+        self.described = Some((text, layout.clone()));
+        layout
+    }
+
+    fn open(&mut self, scope: Scope, layout: Layout) {
         let Some(entry) = self.shared.entry(scope.ticket) else {
             return self
                 .outbox
@@ -119,11 +160,7 @@ impl ReceiverLane {
         // A lane that is replaced may be inside its last read.
         let mut inner = entry.lock_unguarded();
         let live_before = inner.state.terminal().is_none();
-        let matches = layout == self.shared.config.layout;
-        match inner
-            .state
-            .attach(self.serial, self.session, scope, matches)
-        {
+        match inner.state.attach(self.serial, self.session, scope, layout) {
             Ok(attached) => {
                 inner.outbox = Some(Arc::clone(&self.outbox));
                 if attached.first {
@@ -141,11 +178,10 @@ impl ReceiverLane {
                 self.outbox.push(scope, Control::Opened(attached.missing));
             }
             Err(refusal) => {
-                let ended = live_before && inner.state.terminal().is_some();
+                let terminal = inner.state.terminal().filter(|_| live_before).cloned();
                 drop(inner);
-                if ended {
-                    self.shared
-                        .finish_aborted(&entry, AbortReason::LayoutMismatch);
+                if let Some(Terminal::Aborted(reason)) = terminal {
+                    self.shared.finish_aborted(&entry, reason);
                 }
                 self.outbox.push(scope, Control::Refused(refusal));
             }
@@ -227,9 +263,20 @@ impl ReceiverLane {
                 let destination = Destination {
                     entry: Arc::clone(&opened.entry),
                     lane: self.serial,
-                    numbers,
+                    numbers: numbers.clone(),
                 };
-                Ok(Incoming::placed(regions, header, destination, slots))
+                let incoming = Incoming::placed(regions, header, destination, slots);
+                let Some(plan) = parts.plan() else {
+                    return Ok(incoming);
+                };
+                let targets = numbers.map(|number| match parts.is_received(number) {
+                    true => Vec::new(),
+                    false => parts.targets(number),
+                });
+                let buffer = std::mem::take(&mut self.aside);
+                let len = header.payload_len as usize;
+                let staged = Staged::new(Arc::clone(plan), buffer, len, targets.collect());
+                Ok(incoming.aside(staged))
             }
         }
     }
@@ -273,11 +320,12 @@ impl ReceiverLane {
         }
     }
 
-    fn arrived(&self, scope: Scope, range: PartRange, arrived: Arrived, now: Instant) {
+    fn arrived(&mut self, scope: Scope, range: PartRange, arrived: Arrived, now: Instant) {
         let Arrived {
             destination,
             crcs,
             intact,
+            staged,
         } = arrived;
         let Destination {
             entry,
@@ -285,6 +333,15 @@ impl ReceiverLane {
             numbers,
         } = destination;
         let counters = &self.shared.counters;
+        if let Some(staged) = staged {
+            // Nothing of a damaged frame reaches a block.
+            let counts = intact || !self.shared.config.protections.digest();
+            let written = !counts || staged.write(&self.shared.regions, &entry, lane);
+            self.aside = staged.into_buffer();
+            if !written {
+                return;
+            }
+        }
         let arrival = entry
             .lock()
             .state

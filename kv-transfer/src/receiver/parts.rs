@@ -3,12 +3,19 @@
 //! Parts are numbered in canonical order (group, layer, ordinal), so that
 //! consecutive ordinals of a layer are consecutive numbers and the root digest is
 //! one walk over the numbers.
+//!
+//! Parts are the sender's. If its layout is another one ([`PartTable::arrange`]), the
+//! table numbers what such a sender sends for the blocks granted, and says which pieces
+//! of the blocks each part fills.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
+use std::sync::Arc;
 
 use baton_proto::kv_layout::ByteExtent;
 
 use super::grant::{GroupGrant, Progress};
+use super::relayout::{Plan, Target};
 use crate::codec::control::MISSING_RANGES_MAX;
 use crate::error::Error;
 use crate::part::{Missing, PartKey, PartRange, RootDigest};
@@ -34,6 +41,16 @@ pub struct PartTable {
     received: Vec<u64>,
     parts_received: usize,
     bytes_received: u64,
+    /// How the parts become the blocks granted, if they are not their layers.
+    relaid: Option<Box<Relaid>>,
+}
+
+struct Relaid {
+    plan: Arc<Plan>,
+    /// The table of a sender with the receiver's layout.
+    own: PartTable,
+    /// Whether every position of the blocks arrives that lies inside the prompt.
+    whole: bool,
 }
 
 impl PartTable {
@@ -46,6 +63,7 @@ impl PartTable {
             received: Vec::new(),
             parts_received: 0,
             bytes_received: 0,
+            relaid: None,
         }
     }
 
@@ -101,6 +119,107 @@ impl PartTable {
         table.crcs = vec![0; table.extents.len()];
         table.received = vec![0; table.extents.len().div_ceil(64)];
         Ok(table)
+    }
+
+    /// Numbers the parts that a sender of `plan`'s layout sends for a prompt of `tokens`,
+    /// or, without a plan, those of a sender with the receiver's layout. Whatever had
+    /// arrived in another arrangement is forgotten.
+    ///
+    /// The groups were checked against the receiver's layout when they were granted.
+    pub fn arrange(&mut self, plan: Option<&Arc<Plan>>, tokens: u32) {
+        let now = self.relaid.as_ref().map(|relaid| &relaid.plan);
+        let same = match (now, plan) {
+            (None, None) => true,
+            (Some(now), Some(plan)) => now.relayout.sender() == plan.relayout.sender(),
+            _ => false,
+        };
+        if same {
+            return;
+        }
+        let table = std::mem::replace(self, Self::empty());
+        let mut own = match table.relaid {
+            Some(relaid) => relaid.own,
+            None => table,
+        };
+        own.clear();
+        *self = match plan {
+            Some(plan) => Self::relaid(own, plan, tokens),
+            None => own,
+        };
+    }
+
+    fn relaid(own: Self, plan: &Arc<Plan>, tokens: u32) -> Self {
+        let mut table = Self::empty();
+        let mut whole = true;
+        let relayout = &plan.relayout;
+        let [sent, kept] =
+            [relayout.sender(), relayout.receiver()].map(|layout| u64::from(layout.block_size));
+        for group in &own.groups {
+            let mut ordinals = BTreeSet::new();
+            for run in runs(&group.ordinals) {
+                let sends = relayout.sent_ordinals(usize::from(group.group), &run, tokens);
+                whole &= u64::from(sends.start) * sent <= u64::from(run.start) * kept;
+                ordinals.extend(sends);
+            }
+            let extent = ByteExtent {
+                offset: 0,
+                len: relayout.sent_bytes() as u32,
+                region: group.group,
+            };
+            let base = table.extents.len();
+            let parts = group.layers.len() * ordinals.len();
+            table.extents.resize(base + parts, extent);
+            table.groups.push(Group {
+                group: group.group,
+                layers: group.layers.clone(),
+                ordinals: ordinals.into_iter().collect(),
+                base,
+            });
+        }
+        table.crcs = vec![0; table.extents.len()];
+        table.received = vec![0; table.extents.len().div_ceil(64)];
+        table.relaid = Some(Box::new(Relaid {
+            plan: Arc::clone(plan),
+            own,
+            whole,
+        }));
+        table
+    }
+
+    /// How parts become blocks, unless they are layers of them.
+    pub fn plan(&self) -> Option<&Arc<Plan>> {
+        self.relaid.as_ref().map(|relaid| &relaid.plan)
+    }
+
+    /// Whether the blocks, once filled, are what a sender with the receiver's layout would
+    /// have made of them.
+    pub fn fills_as_its_own(&self) -> bool {
+        let relaid = self.relaid.as_ref();
+        relaid.is_none_or(|relaid| relaid.whole && relaid.plan.keeps_bits())
+    }
+
+    /// The granted places that part `number` of a re-laid-out sender fills.
+    pub fn targets(&self, number: usize) -> Vec<Target> {
+        let Some(relaid) = &self.relaid else {
+            return Vec::new();
+        };
+        // The groups of both tables are the same, in one order, and so are their layers.
+        let after = self.groups.partition_point(|group| group.base <= number);
+        let Some(at) = after.checked_sub(1) else {
+            return Vec::new();
+        };
+        let (group, own) = (&self.groups[at], &relaid.own.groups[at]);
+        let layer = (number - group.base) / group.ordinals.len();
+        let ordinal = group.ordinals[(number - group.base) % group.ordinals.len()];
+        let target = |overlap: baton_proto::relayout::Overlap| {
+            let index = own.ordinals.binary_search(&overlap.ordinal).ok()?;
+            Some(Target {
+                extent: relaid.own.extents[own.base + layer * own.ordinals.len() + index],
+                run: overlap.run,
+            })
+        };
+        let overlaps = relaid.plan.relayout.overlaps(ordinal);
+        overlaps.filter_map(target).collect()
     }
 
     /// The numbers of the parts of `range`; `None` unless all of them are granted.
@@ -230,6 +349,18 @@ impl PartTable {
                 })
         })
     }
+}
+
+/// Ascending ordinals as runs without gaps.
+fn runs(ordinals: &[u32]) -> Vec<Range<u32>> {
+    let mut runs: Vec<Range<u32>> = Vec::new();
+    for ordinal in ordinals {
+        match runs.last_mut() {
+            Some(last) if last.end == *ordinal => last.end += 1,
+            _ => runs.push(*ordinal..ordinal.saturating_add(1)),
+        }
+    }
+    runs
 }
 
 #[cfg(test)]

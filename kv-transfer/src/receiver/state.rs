@@ -17,18 +17,23 @@
 //!     |                       |
 //!     +-----------------------+-- revoke, or a newer attempt -----------> Fenced
 //! ```
+//! A sender of another layout may attach if the grant is for such ([`Senders`]): then its
+//! own parts are what is counted, and whoever stores them puts them where they belong.
+//!
 //! The four on the right are terminal: no part is placed in blocks from then on,
 //! and a second terminal transition is refused. Of lanes, only the one that
 //! attached last may write; frames of any other go to scratch.
 
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_proto::{Attempt, Epoch};
 
-use super::grant::{AbortReason, ExpiryReason, Progress, Terminal};
+use super::grant::{AbortReason, ExpiryReason, Progress, Senders, Terminal};
 use super::parts::PartTable;
 use super::protections::Protections;
+use super::relayout::Plan;
 use crate::codec::Scope;
 use crate::error::Refusal;
 use crate::part::{Missing, PartRange};
@@ -56,6 +61,19 @@ pub struct Limits {
     /// See [`super::ReceiverConfig::corrupt_frames_max`].
     pub corrupt_frames_max: u32,
     pub protections: Protections,
+}
+
+/// How the layout of the sender that opens a ticket goes with the receiver's.
+#[derive(Clone, Debug)]
+pub enum Layout {
+    /// It is the same.
+    Same,
+    /// Its parts can be re-laid out.
+    Other(Arc<Plan>),
+    /// Its digest is another one, and nothing more is known.
+    Unknown,
+    /// They do not go together.
+    Unfit(Box<baton_proto::Error>),
 }
 
 /// The answer to an opened ticket.
@@ -120,6 +138,7 @@ pub struct ReceiverState {
     limits: Limits,
     phase: Phase,
     parts: PartTable,
+    senders: Senders,
     granted_at: Instant,
     first_part_at: Option<Instant>,
     deadline: Instant,
@@ -150,6 +169,7 @@ impl ReceiverState {
             limits,
             phase: Phase::Granted,
             parts,
+            senders: Senders::SameLayout,
             granted_at: now,
             first_part_at: None,
             deadline: now + deadline,
@@ -160,6 +180,11 @@ impl ReceiverState {
             corrupt_frames: 0,
             parts_taken: false,
         }
+    }
+
+    /// The same grant, for these senders.
+    pub fn for_senders(self, senders: Senders) -> Self {
+        Self { senders, ..self }
     }
 
     pub fn phase(&self) -> &Phase {
@@ -204,7 +229,7 @@ impl ReceiverState {
         lane: LaneSerial,
         session: SessionId,
         scope: Scope,
-        layout_matches: bool,
+        layout: Layout,
     ) -> Result<Attached, Refusal> {
         self.check(session, scope)?;
         if let Phase::Ended(terminal) = &self.phase {
@@ -217,8 +242,8 @@ impl ReceiverState {
                 ended => Err(refusal_of(ended)),
             };
         }
-        if !layout_matches {
-            self.end(Terminal::Aborted(AbortReason::LayoutMismatch));
+        if let Err(reason) = self.arrange(layout) {
+            self.end(Terminal::Aborted(reason));
             return Err(Refusal::LayoutMismatch);
         }
         let first = self.session.replace(session).is_none();
@@ -229,6 +254,27 @@ impl ReceiverState {
             missing: self.parts.missing(),
             first,
         })
+    }
+
+    /// Expects the parts of a sender of such a layout, if it may fill the grant.
+    fn arrange(&mut self, layout: Layout) -> Result<(), AbortReason> {
+        match (layout, self.senders) {
+            (Layout::Same, _) => self.parts.arrange(None, 0),
+            (Layout::Other(plan), Senders::AnyLayout { tokens, exact }) => {
+                if exact {
+                    let checked = plan.relayout.check_exact();
+                    checked.map_err(|error| AbortReason::Unfit(Box::new(error)))?;
+                }
+                self.parts.arrange(Some(&plan), tokens);
+            }
+            (Layout::Unfit(error), Senders::AnyLayout { .. }) => {
+                return Err(AbortReason::Unfit(error));
+            }
+            (Layout::Other(_) | Layout::Unfit(_) | Layout::Unknown, _) => {
+                return Err(AbortReason::LayoutMismatch);
+            }
+        }
+        Ok(())
     }
 
     /// Where a data frame of `lane` goes. Asked again before each read, so that a
@@ -406,14 +452,10 @@ impl ReceiverState {
         if !keep_received {
             parts.clear();
         }
-        Ok(Self::new(
-            self.epoch,
-            attempt,
-            parts,
-            self.limits,
-            now,
-            deadline,
-        ))
+        Ok(
+            Self::new(self.epoch, attempt, parts, self.limits, now, deadline)
+                .for_senders(self.senders),
+        )
     }
 
     /// Takes the blocks out of an ended grant.
@@ -460,6 +502,8 @@ pub fn refusal_of(terminal: &Terminal) -> Refusal {
         Terminal::Expired(_) => Refusal::Expired,
         Terminal::Aborted(AbortReason::BySender(_)) => Refusal::Aborted,
         Terminal::Aborted(AbortReason::Corrupt) => Refusal::Corrupt,
-        Terminal::Aborted(AbortReason::LayoutMismatch) => Refusal::LayoutMismatch,
+        Terminal::Aborted(AbortReason::LayoutMismatch | AbortReason::Unfit(_)) => {
+            Refusal::LayoutMismatch
+        }
     }
 }

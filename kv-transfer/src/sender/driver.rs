@@ -409,12 +409,12 @@ impl Driver {
                 (state.open_to_send(now), state.abort_to_send(now))
             });
             if open {
-                let layout = active.shared.layout;
+                let opening = active.shared.opening.frame();
                 // One that asks again has to come behind what it asks about.
                 if fresh {
-                    self.queue.push_urgent(scope, Control::Open { layout });
+                    self.queue.push_urgent(scope, opening);
                 } else {
-                    self.queue.push_control(scope, Control::Open { layout });
+                    self.queue.push_control(scope, opening);
                 }
             }
             if let Some(reason) = abort {
@@ -488,6 +488,7 @@ impl Driver {
                 Control::Aborted => state.abort_heard(),
                 // Only receivers get these; a confused peer changes nothing here.
                 Control::Open { .. }
+                | Control::OpenAs { .. }
                 | Control::Commit { .. }
                 | Control::Abort { .. }
                 | Control::Offer { .. }

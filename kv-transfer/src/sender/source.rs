@@ -158,7 +158,7 @@ mod tests {
         Arc::new(TransferShared::new(
             &Arc::new(SenderConfig::new(vec![region])),
             target,
-            LayoutDigest([0; 32]),
+            LayoutDigest([0; 32]).into(),
             Bell::new().unwrap(),
             Arc::new(AtomicUsize::new(0)),
             Instant::now(),

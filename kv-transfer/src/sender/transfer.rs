@@ -17,14 +17,14 @@ use super::{
 use crate::codec::{COMMIT_PAYLOAD_BYTES_MAX, Scope};
 use crate::error::Error;
 use crate::region::{self, RegionTable};
-use crate::ticket::LayoutDigest;
+use crate::ticket::Opening;
 use crate::wake::{Bell, lock};
 
 /// What the worker's handle and the lane share.
 pub(crate) struct TransferShared {
     config: Arc<SenderConfig>,
     pub(crate) target: LaneTarget,
-    pub(crate) layout: LayoutDigest,
+    pub(crate) opening: Opening,
     inner: Mutex<Inner>,
     /// Notified whenever something a waiter may wait for changed.
     changed: Notify,
@@ -63,7 +63,7 @@ impl TransferShared {
     pub(crate) fn new(
         config: &Arc<SenderConfig>,
         target: LaneTarget,
-        layout: LayoutDigest,
+        opening: Opening,
         bell: Bell,
         open: Arc<AtomicUsize>,
         now: Instant,
@@ -80,7 +80,7 @@ impl TransferShared {
         Self {
             config: Arc::clone(config),
             target,
-            layout,
+            opening,
             inner: Mutex::new(Inner {
                 state,
                 readers: 0,

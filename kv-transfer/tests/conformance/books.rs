@@ -179,7 +179,11 @@ impl World {
         let job = &self.jobs[index];
         for (block, content) in job.destination_blocks.iter().zip(&job.content) {
             for (layer, bytes) in (0..).zip(content) {
-                if self.destination.bytes(*block, layer) != *bytes {
+                let right = match &self.relaid {
+                    Some(relaid) => relaid.kept(bytes),
+                    None => bytes.clone(),
+                };
+                if self.destination.bytes(*block, layer) != right {
                     let text = format!("job {index}: block {block}, layer {layer}: other bytes");
                     self.verdict.wrong.push(text);
                 }

@@ -3,7 +3,7 @@
 //! `cargo test -p baton-kv-transfer --test conformance` hurts handoffs in every way of
 //! the table below and prints how they ended, with a closing line
 //! `runs: N, wrong: 0, leaked: 0, hung: 0`. It fails unless the last three are 0 and
-//! both sabotages (below) are noticed.
+//! the sabotages (below) are noticed.
 //!
 //! - *wrong*: a request was completed with other bytes than the prefill worker's (each
 //!   block is compared), or with another commit's payload; a lane touched a block that
@@ -32,6 +32,9 @@
 //! | duplicate commit | twice, later again, or again because the answer was lost | as well | | the right bytes, once |
 //! | layout mismatch | yes | yes | | an error, with no byte placed |
 //!
+//! Every kind also runs 10 times in memory between workers of other layouts (`relaid`).
+//! There a damaged or fenced frame must not have touched a block at all.
+//!
 //! `mem` is one thread in virtual time ([`baton_kv_transfer::mem`]): a seed fixes every
 //! delay, fault and turn, and the suite repeats some runs to see that it does. On TCP the
 //! machine takes part; deadlines are generous, so that a busy one changes nothing.
@@ -43,8 +46,8 @@
 //! The suite runs itself with the fence switched off (bytes of a lane that lost the right
 //! to write go on into the blocks) and with the digest switched off (frame checksums and
 //! the root digest do not count): the first over the stale tickets, the second over the
-//! flipped payloads. Each must be found *wrong* some of the times; the two lines before
-//! the closing one say how often. The switches are [`Protections`], which have no fields
+//! flipped payloads, each between equal and between unlike workers. Each must be found
+//! *wrong* some of the times; the lines before the closing one say how often. The switches are [`Protections`], which have no fields
 //! outside of tests. To see it fail like a build would, set one to `false` in
 //! [`Protections::ALL`].
 //!
@@ -66,6 +69,7 @@ mod mem;
 #[path = "../nixl_library.rs"]
 mod nixl_library;
 mod pool;
+mod relaid;
 mod shm;
 mod tcp;
 mod verdict;
@@ -82,6 +86,7 @@ use kinds::Kind;
 use verdict::{Row, Verdict};
 
 const MEM_RUNS: u64 = 50;
+const RELAID_RUNS: u64 = 10;
 const TCP_RUNS: u64 = 10;
 const SHM_RUNS: u64 = 5;
 /// Runs over sockets at once: they wait most of the time.
@@ -92,6 +97,8 @@ const REPEATED: u64 = 3;
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Over {
     Mem,
+    /// The same with parts that are re-laid out on arrival.
+    Relaid,
     Tcp,
     Shm,
     Nixl,
@@ -101,6 +108,7 @@ impl Over {
     const fn name(self) -> &'static str {
         match self {
             Self::Mem => "mem",
+            Self::Relaid => "relaid",
             Self::Tcp => "tcp",
             Self::Shm => "shm",
             Self::Nixl => "nixl",
@@ -111,6 +119,7 @@ impl Over {
     fn run(self, kind: Kind, seed: u64) -> Verdict {
         match self {
             Self::Mem => {}
+            Self::Relaid => return mem::run(kind, relaid::SEEDS + seed, Protections::ALL),
             Self::Tcp => return tcp::run(kind, seed),
             Self::Shm => return shm::run(kind, seed, &Lending::SharedMemory),
             #[cfg(feature = "nixl")]
@@ -133,7 +142,7 @@ impl Over {
     /// Every run, several at a time; each kind's seconds are those of its runs together.
     fn run_all(self, kinds: &[Kind], seeds: &[u64]) -> Vec<(Kind, Row, f64)> {
         let threads = match self {
-            Self::Mem => std::thread::available_parallelism().map_or(1, usize::from),
+            Self::Mem | Self::Relaid => std::thread::available_parallelism().map_or(1, usize::from),
             Self::Tcp | Self::Shm | Self::Nixl => SOCKET_THREADS,
         };
         let runs: Vec<(usize, u64)> = (0..kinds.len())
@@ -220,7 +229,7 @@ fn main() -> ExitCode {
     let wanted = |over: Over| {
         let name = move |kind: &Kind| format!("{}::{}", over.name(), kind.name());
         let all: &[Kind] = match over {
-            Over::Mem | Over::Tcp => &Kind::ALL,
+            Over::Mem | Over::Relaid | Over::Tcp => &Kind::ALL,
             Over::Shm => &shm::KINDS,
             Over::Nixl if !has_nixl() => &[],
             Over::Nixl => &shm::KINDS,
@@ -231,6 +240,7 @@ fn main() -> ExitCode {
     };
     let transports = [
         (Over::Mem, MEM_RUNS),
+        (Over::Relaid, RELAID_RUNS),
         (Over::Tcp, TCP_RUNS),
         (Over::Shm, SHM_RUNS),
         (Over::Nixl, SHM_RUNS),
@@ -240,7 +250,7 @@ fn main() -> ExitCode {
         return ExitCode::SUCCESS;
     }
     println!(
-        "over  kind                     runs   hit right error wrong leaked hung  seconds  errors (receiver/sender)"
+        "over   kind                     runs   hit right error wrong leaked hung  seconds  errors (receiver/sender)"
     );
     let mut rows = Vec::new();
     for (over, runs) in transports {
@@ -259,13 +269,15 @@ fn main() -> ExitCode {
     }
     let (mut blind, mut checks) = (0, rows.len());
     if arguments.seed.is_none() && arguments.filters.is_empty() {
-        checks += 2;
-        blind += usize::from(!is_noticed("fence", Kind::StaleTicket, |off| {
-            off.fence = false
-        }));
-        blind += usize::from(!is_noticed("digest", Kind::FlipPayload, |off| {
-            off.digest = false
-        }));
+        for over in [Over::Mem, Over::Relaid] {
+            checks += 2;
+            blind += usize::from(!is_noticed(over, "fence", Kind::StaleTicket, |off| {
+                off.fence = false
+            }));
+            blind += usize::from(!is_noticed(over, "digest", Kind::FlipPayload, |off| {
+                off.digest = false
+            }));
+        }
     }
     let sum = |of: fn(&Row) -> usize| rows.iter().map(of).sum::<usize>();
     let (wrong, leaked, hung) = (sum(|r| r.wrong), sum(|r| r.leaked), sum(|r| r.hung));
@@ -289,7 +301,7 @@ fn print(over: Over, kind: Kind, row: &Row, seconds: f64) {
         .map(|(what, count)| format!("{what} {count}"))
         .collect();
     println!(
-        "{:<5} {:<24} {:>4} {:>5} {:>5} {:>5} {:>5} {:>6} {:>4} {seconds:>8.2}  {}",
+        "{:<6} {:<24} {:>4} {:>5} {:>5} {:>5} {:>5} {:>6} {:>4} {seconds:>8.2}  {}",
         over.name(),
         kind.name(),
         row.runs,
@@ -325,13 +337,19 @@ fn has_nixl() -> bool {
 }
 
 /// Whether runs without a protection are found wrong.
-fn is_noticed(name: &str, kind: Kind, switch_off: impl Fn(&mut Protections)) -> bool {
+fn is_noticed(over: Over, name: &str, kind: Kind, switch_off: impl Fn(&mut Protections)) -> bool {
     let mut protections = Protections::ALL;
     switch_off(&mut protections);
-    let runs = (0..MEM_RUNS).map(|seed| mem::run(kind, seed, protections));
+    let first = if over == Over::Relaid {
+        relaid::SEEDS
+    } else {
+        0
+    };
+    let runs = (first..first + MEM_RUNS).map(|seed| mem::run(kind, seed, protections));
     let wrong = runs.filter(|verdict| !verdict.wrong.is_empty()).count();
     println!(
-        "without the {name}: {MEM_RUNS} runs of `{}`, wrong: {wrong} (must not be 0)",
+        "without the {name}: {MEM_RUNS} runs of `{}::{}`, wrong: {wrong} (must not be 0)",
+        over.name(),
         kind.name()
     );
     wrong > 0

@@ -19,6 +19,8 @@ use crate::world::{BACK_AFTER_CANCEL, BACK_AFTER_DEATH, EPOCH, World, poll_once}
 
 /// What the same seed does when nothing is hurt.
 struct Clean {
+    /// What its senders open tickets with.
+    open: FrameKind,
     frames: u64,
     steps: u64,
     duration: Duration,
@@ -44,6 +46,10 @@ fn clean(seed: u64) -> Clean {
     let started = world.now();
     world.run(|_| false);
     let clean = Clean {
+        open: match world.relaid {
+            Some(_) => FrameKind::OpenAs,
+            None => FrameKind::Open,
+        },
         frames: world.frames().max(1),
         steps: world.steps,
         duration: world.now() - started,
@@ -101,7 +107,7 @@ fn recovers(world: World, main: usize, hit: bool) -> Verdict {
 /// Some frame, mostly a data frame, of those a clean run has.
 fn some_frame(rng: &mut StdRng, clean: &Clean) -> (Direction, Frame) {
     match rng.random_range(0..10) {
-        0 => (Direction::Forth, Frame::Control(FrameKind::Open, 0)),
+        0 => (Direction::Forth, Frame::Control(clean.open, 0)),
         1 => (Direction::Forth, Frame::Control(FrameKind::Commit, 0)),
         2 => (Direction::Back, Frame::Control(FrameKind::Opened, 0)),
         3 => (Direction::Back, Frame::Control(FrameKind::Committed, 0)),

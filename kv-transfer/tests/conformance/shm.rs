@@ -6,7 +6,9 @@ use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use baton_kv_transfer::receiver::{BlockGrant, GrantRequest, GroupGrant, Receiver, ReceiverConfig};
+use baton_kv_transfer::receiver::{
+    BlockGrant, GrantRequest, GroupGrant, Receiver, ReceiverConfig, Senders,
+};
 use baton_kv_transfer::sender::{LaneTarget, Sender, SenderConfig, SourceBlock};
 use baton_kv_transfer::{DataPort, DataPortConfig, LaneKey, ProcessToken, Ticket};
 use baton_proto::{Attempt, RequestId};
@@ -340,6 +342,7 @@ pub fn be_decode(arguments: &[String]) -> ! {
             layers: (0..layers).collect(),
             blocks: taken.iter().map(block).collect(),
         }],
+        senders: Senders::SameLayout,
         deadline: Duration::from_secs(20),
     };
     let ticket = receiver.grant(request).unwrap().ticket;

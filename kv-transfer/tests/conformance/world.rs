@@ -14,7 +14,7 @@ use baton_kv_transfer::fault_proxy::FaultProxy;
 use baton_kv_transfer::mem::{Conditions, Direction, Link, Network};
 use baton_kv_transfer::receiver::{
     BlockGrant, Event, GrantRequest, GroupGrant, Protections, Receiver, ReceiverConfig, Regrant,
-    RegrantRequest,
+    RegrantRequest, Senders,
 };
 use baton_kv_transfer::sender::{LaneTarget, Sender, SenderConfig, SourceBlock, TransportKind};
 use baton_kv_transfer::{DataPort, DataPortConfig, Error, LayoutDigest, SessionId, Ticket};
@@ -25,6 +25,7 @@ use rand::{Rng, SeedableRng};
 use crate::fabric::{Fabric, Leases, Lending};
 use crate::job::{Content, Job, Plan, ReceiverEnd, Remote, SenderEnd, Wanted};
 use crate::pool::Pool;
+use crate::relaid::{self, Relaid};
 use crate::verdict::Verdict;
 
 pub const EPOCH: Epoch = Epoch(0xbeef);
@@ -59,6 +60,8 @@ pub struct World {
     pub address: SocketAddr,
     pub in_flight_parts_max: usize,
     pub lanes_per_peer: usize,
+    /// How parts become blocks, if they are not layers of them.
+    pub relaid: Option<Relaid>,
 }
 
 impl World {
@@ -83,8 +86,14 @@ impl World {
             buffer: rng.random_range(16 << 10..512 << 10),
         };
         let in_flight_parts_max = rng.random_range(4..200);
-        let shape = (blocks, layers, part_bytes);
-        let mut world = Self::shaped(seed, shape, protections);
+        let relaid = (seed >= relaid::SEEDS).then(|| {
+            let block_size = if rng.random_bool(0.2) { 128 } else { 16 };
+            Relaid::new(layers, block_size)
+        });
+        let mut world = match relaid {
+            Some(relaid) => Self::relaid(seed, blocks, relaid, protections),
+            None => Self::shaped(seed, (blocks, layers, part_bytes), protections),
+        };
         world.rng = rng;
         world.in_flight_parts_max = in_flight_parts_max;
         world.lanes_per_peer = world.rng.random_range(1..=2);
@@ -96,14 +105,31 @@ impl World {
     /// Pools of (blocks, layers, bytes per part), and no sender.
     pub fn shaped(seed: u64, shape: (usize, u32, u32), protections: Protections) -> Self {
         let (blocks, layers, part_bytes) = shape;
+        let pool = || Pool::new(blocks, layers, part_bytes);
+        Self::between(seed, [pool(), pool()], None, protections)
+    }
+
+    fn relaid(seed: u64, blocks: usize, relaid: Relaid, protections: Protections) -> Self {
+        let pools = [&relaid.sender, &relaid.receiver].map(|layout| {
+            let part_bytes = layout.layer_bytes() as u32;
+            Pool::new(blocks, layout.layers, part_bytes)
+        });
+        Self::between(seed, pools, Some(relaid), protections)
+    }
+
+    fn between(
+        seed: u64,
+        [source, destination]: [Pool; 2],
+        relaid: Option<Relaid>,
+        protections: Protections,
+    ) -> Self {
         let network = Network::new(seed);
-        let source = Pool::new(blocks, layers, part_bytes);
-        let destination = Pool::new(blocks, layers, part_bytes);
         let address = SocketAddr::from(([127, 0, 0, 1], 7));
         let events: Arc<Mutex<Vec<Event>>> = Arc::default();
         let sink = Arc::clone(&events);
         let mut config = ReceiverConfig::new(EPOCH, LAYOUT, vec![destination.region()]);
         config.protections = protections;
+        config.other_layouts = relaid.as_ref().map(Relaid::others);
         let port = DataPortConfig {
             address,
             ..DataPortConfig::default()
@@ -124,6 +150,7 @@ impl World {
             address,
             in_flight_parts_max: 16_384,
             lanes_per_peer: 1,
+            relaid,
         }
     }
 
@@ -193,6 +220,7 @@ impl World {
             events,
             in_flight_parts_max,
             lanes_per_peer: 1,
+            relaid: None,
         };
         world.add_sender();
         world
@@ -311,6 +339,10 @@ impl World {
             attempt: Attempt(plan.attempt),
             epoch: EPOCH,
             groups: vec![group],
+            senders: match (&self.relaid, ordinals.last()) {
+                (Some(relaid), Some(last)) => relaid.senders(*last),
+                _ => Senders::SameLayout,
+            },
             deadline: plan.deadline,
         };
         self.receiver
@@ -415,7 +447,11 @@ impl World {
             deadline: plan.sent_deadline,
         };
         let handle = self.prefills[sender].sender.as_ref().unwrap();
-        let transfer = handle.open(target, plan.layout).unwrap();
+        let opening = match &self.relaid {
+            Some(relaid) if plan.layout == LAYOUT => relaid.opening(),
+            _ => plan.layout.into(),
+        };
+        let transfer = handle.open(target, opening).unwrap();
         let started = self.now();
         let layers = self.source.layers;
         let mut pushes = VecDeque::new();

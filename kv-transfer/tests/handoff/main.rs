@@ -9,5 +9,6 @@ mod hostile;
 mod lending;
 mod moving;
 mod pair;
+mod relayout;
 mod soak;
 mod tls;

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use baton_kv_transfer::fault_proxy::FaultProxy;
 use baton_kv_transfer::receiver::{
-    BlockGrant, Event, EventKind, GrantRequest, GroupGrant, Receiver, ReceiverConfig, event,
+    BlockGrant, Event, EventKind, GrantRequest, GroupGrant, Receiver, ReceiverConfig, Senders,
+    event,
 };
 use baton_kv_transfer::sender::{
     CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, Transfer, TransportKind,
@@ -71,7 +72,7 @@ impl Arena {
         }))
     }
 
-    fn region(self: &Arc<Self>) -> MemoryRegion {
+    pub fn region(self: &Arc<Self>) -> MemoryRegion {
         let keep: Arc<Self> = Arc::clone(self);
         // SAFETY: `keep` owns the allocation; the tests keep the promises of `new`.
         unsafe {
@@ -100,6 +101,16 @@ impl Arena {
     pub fn bytes(&self) -> Vec<u8> {
         // SAFETY: the allocation is this long; the caller says that no lane writes now.
         unsafe { std::slice::from_raw_parts(self.base(), self.len()) }.to_vec()
+    }
+
+    /// Writes `bytes` at `offset`. No lane may be touching it.
+    pub fn put(&self, offset: usize, bytes: &[u8]) {
+        assert!(offset + bytes.len() <= self.len());
+        // SAFETY: inside the allocation; the caller says that no lane touches it now.
+        unsafe {
+            let to = self.base().add(offset);
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+        }
     }
 
     /// Overwrites everything. No lane may be touching it.
@@ -392,6 +403,7 @@ impl Pair {
             attempt: Attempt(attempt),
             epoch: EPOCH,
             groups: groups.collect(),
+            senders: Senders::SameLayout,
             deadline,
         }
     }

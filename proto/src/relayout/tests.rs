@@ -134,6 +134,47 @@ proptest! {
     }
 
     #[test]
+    fn what_a_stranger_describes_is_refused_or_stays_inside_both_parts(
+        block_size in prop_oneof![Just(16u32), Just(32), Just(128), any::<u32>()],
+        dtype in 0usize..5,
+        kv_heads in prop_oneof![1u32..8, any::<u32>()],
+        head_dim in prop_oneof![Just(16u32), any::<u32>()],
+        rank in proptest::option::of((any::<u32>(), prop_oneof![Just(4u32), any::<u32>()])),
+        first_head in prop_oneof![0u32..4, any::<u32>()],
+        ordinal in any::<u32>(),
+    ) {
+        let ours = shard(layout(32, KvDtype::F16), 1..3);
+        let theirs = KvLayout {
+            block_size,
+            kv_heads,
+            head_dim,
+            shard: rank.map(|(first, model_heads)| KvShard {
+                first_head: first.min(first_head),
+                model_heads,
+            }),
+            ..layout(16, KvDtype::ALL[dtype])
+        };
+        let text = theirs.to_json();
+        let Ok(theirs) = KvLayout::from_json(text.as_bytes()) else {
+            return Ok(());
+        };
+        let Ok(relayout) = Relayout::between(&theirs, &ours) else {
+            return Ok(());
+        };
+        let (sent, kept) = (theirs.layer_bytes(), ours.layer_bytes());
+        for overlap in relayout.overlaps(ordinal) {
+            let run = overlap.run;
+            prop_assert!(run.from_head + run.heads <= theirs.kv_heads);
+            prop_assert!(run.to_head + run.heads <= ours.kv_heads);
+            if !relayout.converts() {
+                for copy in relayout.copies(run) {
+                    prop_assert!(copy.from + copy.len <= sent && copy.to + copy.len <= kept);
+                }
+            }
+        }
+    }
+
+    #[test]
     fn untrusted_ordinals_do_not_overflow(
         (from, to) in (0u32..4, 0u32..4),
         wanted in any::<(u32, u32)>(),
@@ -194,7 +235,8 @@ fn exact_requests_are_told_the_field_and_both_values() {
 #[test]
 fn what_cannot_be_re_laid_out_names_the_field_and_both_values() {
     type Change = fn(&mut KvLayout);
-    let origin = |layout: &mut KvLayout, change: fn(&mut KvOrigin)| {
+    type ChangeOrigin = fn(&mut KvOrigin);
+    let origin = |layout: &mut KvLayout, change: ChangeOrigin| {
         // As a real worker's would, the numerics id follows.
         layout.numerics = NumericsId([9; 16]);
         change(layout.origin.as_mut().unwrap());
@@ -246,7 +288,7 @@ fn what_cannot_be_re_laid_out_names_the_field_and_both_values() {
         assert_eq!(error.reason, "LAYOUT_MISMATCH");
         assert!(error.message.contains(theirs) && error.message.contains(ours));
     }
-    let origins: [(&str, fn(&mut KvOrigin)); 4] = [
+    let origins: [(&str, ChangeOrigin); 4] = [
         ("model", |origin| origin.model = "def".to_owned()),
         ("weights", |origin| origin.weights = "Q8_0:9".to_owned()),
         ("rope", |origin| origin.rope = "halves 500000/16".to_owned()),

@@ -28,6 +28,7 @@ impl Driver {
             query,
             prompt_tokens: self.job.prompt.len() as u32,
             numerics: self.numerics.filter(|_| self.job.exact),
+            exact: self.job.exact,
             tie: rand::random(),
         };
         let placement = self.shared.policy.place(&candidates, &question)?;

@@ -1,6 +1,6 @@
 //! Placement as tables: who is there, what is asked, who gets it.
 
-use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
+use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout, KvOrigin};
 
 use super::*;
 
@@ -26,7 +26,12 @@ fn card() -> ModelCard {
                 layers: vec![0],
             }],
             numerics: NumericsId([1; 16]),
-            origin: None,
+            origin: Some(KvOrigin {
+                model: "m".to_owned(),
+                weights: "w".to_owned(),
+                rope: "r".to_owned(),
+                arithmetic: "a".to_owned(),
+            }),
             shard: None,
         },
         tokenizer_hash: String::new(),
@@ -76,9 +81,33 @@ fn ask(
         query,
         prompt_tokens,
         numerics: None,
+        exact: true,
         tie,
     };
     LeastTokens::default().place(candidates, &question)
+}
+
+/// As [`placed`], for a request that need not be exact.
+fn placed_freely(candidates: &[Candidate], prompt_tokens: u32) -> Result<String, Error> {
+    let query = query();
+    let question = Question {
+        query: &query,
+        prompt_tokens,
+        numerics: None,
+        exact: false,
+        tie: 0,
+    };
+    let placement = LeastTokens::default().place(candidates, &question)?;
+    Ok(show(&placement))
+}
+
+/// A worker whose KV is stored as `dtype`, with what follows from that.
+fn storing(id: &str, dtype: KvDtype) -> Candidate {
+    with_card(worker(id, 0, 0, 0), |card| {
+        card.layout.dtype = dtype;
+        card.layout.scale_group = dtype.scale_group();
+        card.layout.numerics = NumericsId::derive(&[dtype.name().as_bytes()]);
+    })
 }
 
 fn placed(candidates: &[Candidate], query: &PlaceQuery, prompt_tokens: u32) -> String {
@@ -189,7 +218,7 @@ fn a_kept_decode_worker_stays_even_when_it_left_the_list() {
         .to_vec();
     assert_eq!(placed(&all, &keeping("d2"), 1000), "p2 d2");
     assert_eq!(placed(&all[..1], &keeping("d2"), 1000), "local d2");
-    let other = with_card(worker("p2", 0, 0, 0), |card| card.layout.block_size = 32);
+    let other = with_card(worker("p2", 0, 0, 0), |card| card.layout.head_dim = 32);
     assert_eq!(
         placed(&[other, all[3].clone()], &keeping("d2"), 1000),
         "local d2"
@@ -208,18 +237,20 @@ fn nobody_to_decode_is_said() {
 
 #[test]
 fn workers_that_do_not_fit_are_never_paired_and_the_field_is_named() {
-    let p = with_card(worker("p1", 0, 0, 0), |card| {
-        card.layout.dtype = KvDtype::F32
-    });
+    let p = with_card(worker("p1", 0, 0, 0), |card| card.layout.head_dim = 128);
     let d = worker("d1", 0, 0, 0);
     let error = ask(&[p.clone(), d.clone()], &query(), 1000, 0).unwrap_err();
     assert_eq!(
         (error.field.as_str(), error.reason.as_str()),
-        ("kv_dtype", "LAYOUT_MISMATCH")
+        ("head_dim", "LAYOUT_MISMATCH")
     );
-    for part in ["p1", "d1", "f32", "f16"] {
+    let own = d.card.layout.head_dim.to_string();
+    for part in ["p1", "d1", "128", own.as_str()] {
         assert!(error.message.contains(part), "{}", error.message);
     }
+    // Whatever the request asks for.
+    let freely = placed_freely(&[p.clone(), d.clone()], 1000).unwrap_err();
+    assert_eq!(freely, error);
     // A pair that fits is found beside one that does not, though it is busier.
     let candidates = [p, worker("p2", 9, 900, 0), d];
     assert_eq!(placed(&candidates, &query(), 1000), "p2 d1");
@@ -251,6 +282,7 @@ fn a_stream_that_began_goes_on_with_its_own_arithmetic() {
         query: &query,
         prompt_tokens: 10,
         numerics: Some(NumericsId([1; 16])),
+        exact: true,
         tie: 0,
     };
     let policy = LeastTokens::default();
@@ -262,4 +294,61 @@ fn a_stream_that_began_goes_on_with_its_own_arithmetic() {
         .place(&[other, worker("d2", 9, 0, 0)], &question)
         .unwrap();
     assert_eq!(placement.decode, key("d2"));
+}
+
+#[test]
+fn another_block_size_is_no_hindrance_between_workers_that_can_re_lay_out() {
+    let p = with_card(worker("p1", 0, 0, 0), |card| card.layout.block_size = 64);
+    let d = worker("d1", 0, 0, 0);
+    assert_eq!(placed(&[p.clone(), d.clone()], &query(), 1000), "p1 d1");
+    for old in [0, 1] {
+        let mut pair = [p.clone(), d.clone()];
+        pair[old].protocol.features &= !protocol::FEATURE_RELAYOUT;
+        let error = ask(&pair, &query(), 1000, 0).unwrap_err();
+        assert_eq!(error.field, "block_size");
+        for part in ["64", "16"] {
+            assert!(error.message.contains(part), "{}", error.message);
+        }
+    }
+}
+
+#[test]
+fn kv_is_converted_only_for_requests_that_need_not_be_exact() {
+    let (p, d) = (storing("p1", KvDtype::F16), storing("d1", KvDtype::Int8));
+    let error = ask(&[p.clone(), d.clone()], &query(), 1000, 0).unwrap_err();
+    assert_eq!(
+        (error.field.as_str(), error.reason.as_str()),
+        ("kv_dtype", "LAYOUT_MISMATCH")
+    );
+    for part in ["p1", "d1", "f16", "int8", "exact"] {
+        assert!(error.message.contains(part), "{}", error.message);
+    }
+    assert_eq!(
+        placed_freely(&[p.clone(), d.clone()], 1000).unwrap(),
+        "p1 d1"
+    );
+    // A short prompt needs nobody's KV.
+    assert_eq!(placed(&[p.clone(), d.clone()], &query(), 10), "local d1");
+    // Workers that do not tell what their numbers come from are not believed.
+    let silent = with_card(p, |card| card.layout.origin = None);
+    let error = placed_freely(&[silent, d], 1000).unwrap_err();
+    assert_eq!(error.field, "numerics_id");
+}
+
+#[test]
+fn kv_that_keeps_its_bits_comes_before_kv_that_does_not() {
+    let busy = |mut worker: Candidate| {
+        worker.tokens_waiting = 100_000;
+        worker
+    };
+    let (p1, d1) = (storing("p1", KvDtype::F16), storing("d1", KvDtype::Int8));
+    let p2 = busy(storing("p2", KvDtype::Int8));
+    let d2 = busy(storing("d2", KvDtype::F16));
+    let placed = |candidates: &[&Candidate]| {
+        let candidates: Vec<Candidate> = candidates.iter().copied().cloned().collect();
+        placed_freely(&candidates, 1000).unwrap()
+    };
+    assert_eq!(placed(&[&p1, &p2, &d1]), "p2 d1");
+    assert_eq!(placed(&[&p1, &d1, &d2]), "p1 d2");
+    assert_eq!(placed(&[&p1, &d1]), "p1 d1");
 }

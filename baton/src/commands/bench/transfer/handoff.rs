@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
-use baton_kv_transfer::receiver::{BlockGrant, GrantRequest, GroupGrant, Receiver, ReceiverConfig};
+use baton_kv_transfer::receiver::{
+    BlockGrant, GrantRequest, GroupGrant, Receiver, ReceiverConfig, Senders,
+};
 use baton_kv_transfer::sender::{
     CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, TransportKind,
 };
@@ -103,6 +105,7 @@ impl Handoff {
                     })
                     .collect(),
             }],
+            senders: Senders::SameLayout,
             deadline: DEADLINE,
         })?;
         let target = LaneTarget {
@@ -114,6 +117,7 @@ impl Handoff {
             epoch: EPOCH,
             attempt: Attempt(1),
             request_id: RequestId::from("bench"),
+            senders: Senders::SameLayout,
             deadline: DEADLINE,
         };
         let (started, cpu) = (Instant::now(), process_cpu_time());
