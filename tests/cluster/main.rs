@@ -6,5 +6,6 @@ mod grpc_api;
 mod http_api;
 mod openai_client;
 mod processes;
+mod relayout;
 mod resume;
 mod slo;

@@ -40,13 +40,13 @@ use tokio::task::JoinSet;
 use tonic::transport::Channel;
 
 /// What a router of these tests is started with: every prompt through the prefill pool.
-const SPLIT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=2000"];
+pub const SPLIT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=2000"];
 
 /// A case and its right answer.
-type Known = (Case, Vec<Output>);
+pub type Known = (Case, Vec<Output>);
 
 /// Random requests with the oracle's answers; even ones are greedy, odd ones drawn.
-fn known(model: &Arc<Model>, seed: u64, count: usize, tokens: u32) -> Arc<Vec<Known>> {
+pub fn known(model: &Arc<Model>, seed: u64, count: usize, tokens: u32) -> Arc<Vec<Known>> {
     let mut random = StdRng::seed_from_u64(seed);
     let mut oracle = Oracle::new(model, KvDtype::F32);
     let case = |index: usize, random: &mut StdRng| {
@@ -72,7 +72,7 @@ fn known(model: &Arc<Model>, seed: u64, count: usize, tokens: u32) -> Arc<Vec<Kn
 }
 
 /// Runs a request over gRPC. Whatever arrives before a failure must be right as well.
-async fn ask(
+pub async fn ask(
     mut client: InferenceClient<Channel>,
     model: &str,
     (case, right): &Known,

@@ -117,7 +117,6 @@ impl Handoff {
             epoch: EPOCH,
             attempt: Attempt(1),
             request_id: RequestId::from("bench"),
-            senders: Senders::SameLayout,
             deadline: DEADLINE,
         };
         let (started, cpu) = (Instant::now(), process_cpu_time());
