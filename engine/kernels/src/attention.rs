@@ -23,6 +23,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::kernels::Shared;
 use crate::kv::{KvDtype, KvView};
+use crate::math::LOG2_E;
 use crate::simd::{BFloat16, Float16, Float32, dispatch};
 use crate::{Isa, Kernels, Scratch};
 use codes::{CodeTile, Int4, Int8, Queries};
@@ -33,7 +34,7 @@ use tile::{HEADER, Merge, Place};
 pub const KV_TILE: usize = 256;
 
 /// Queries of an item: what the registers hold accumulators for.
-const QUERIES: usize = 8;
+const QUERIES: usize = 12;
 
 /// Items per thread from which whole items are shared out.
 const ITEMS_PER_THREAD: usize = 4;
@@ -73,6 +74,17 @@ pub struct AttentionParams {
     pub window: Option<u32>,
     /// Scores become `cap * tanh(score / cap)`.
     pub soft_cap: Option<f32>,
+}
+
+impl AttentionParams {
+    /// What dot products are multiplied by. Weights are powers of two, so scores are counted in units of ln 2; where a
+    /// soft cap stands between, it sees to that.
+    pub(crate) fn score_scale(&self) -> f32 {
+        match self.soft_cap {
+            Some(_) => self.scale,
+            None => self.scale * LOG2_E,
+        }
+    }
 }
 
 impl Kernels {
@@ -135,7 +147,8 @@ impl Kernels {
         }
 
         let record = HEADER + params.head_dim;
-        let per_thread = QUERIES * (params.head_dim + KV_TILE + 2 * record) + codes::WEIGHTS;
+        let per_thread = QUERIES * (params.head_dim + KV_TILE + 2 * record)
+            + codes::working_memory(params.head_dim);
         let work = Shared::new(scratch.floats.take(self.threads() * per_thread));
         let call = Call {
             isa: self.isa(),
@@ -285,7 +298,7 @@ struct Workspace<'a> {
     q: &'a mut [f32],
     /// `[queries][KV_TILE]`
     scores: &'a mut [f32],
-    /// [`codes::WEIGHTS`]
+    /// [`codes::working_memory`]
     weights: &'a mut [f32],
 }
 
@@ -327,7 +340,8 @@ impl<'a> Call<'a> {
     fn workspace<'w>(&self, memory: &'w mut [f32]) -> (Workspace<'w>, Records<'w>) {
         let (q, memory) = memory.split_at_mut(QUERIES * self.params.head_dim);
         let (scores, memory) = memory.split_at_mut(QUERIES * KV_TILE);
-        let (weights, memory) = memory.split_at_mut(codes::WEIGHTS);
+        let codes = codes::working_memory(self.params.head_dim);
+        let (weights, memory) = memory.split_at_mut(codes);
         let (tile, total) = memory.split_at_mut(QUERIES * self.record);
         (Workspace { q, scores, weights }, Records { tile, total })
     }
@@ -367,7 +381,7 @@ impl<'a> Call<'a> {
                     + (item.first_head + head) * dim;
                 let (q, query) = (&self.q[at..at + dim], row * item.heads + head);
                 if codes {
-                    Queries::pack(to, queries, query, q, self.params.scale);
+                    Queries::pack(to, queries, query, q, self.params.score_scale());
                     continue;
                 }
                 for (d, q) in q.iter().enumerate() {
@@ -444,31 +458,31 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// Merges a tile that is not the item's first. A row whose window starts in this tile takes it over as it is.
+    /// Merges a tile that is not the item's first. Rows that end before it have nothing to add; those whose window starts
+    /// in it take it over as it is.
     fn merge(&self, item: &Item<'_>, tile: usize, records: &[f32], total: &mut [f32]) {
-        let rows = records.chunks_exact(self.record * item.heads);
-        for ((row, tile_row), total_row) in item
+        let per_row = self.record * item.heads;
+        let visible = |row: &AttentionRow<'_>| row.visible(self.params.window);
+        // Rows ascend, and so do their starts and ends.
+        let first = item
             .rows
-            .iter()
-            .zip(rows)
-            .zip(total.chunks_exact_mut(self.record * item.heads))
-        {
-            let visible = row.visible(self.params.window);
-            if visible.end <= tile * KV_TILE {
-                continue;
-            }
-            if visible.start >= tile * KV_TILE {
-                total_row.copy_from_slice(tile_row);
-                continue;
-            }
-            for (tile, total) in tile_row
-                .chunks_exact(self.record)
-                .zip(total_row.chunks_exact_mut(self.record))
-            {
-                // SAFETY: the instruction set was checked.
-                unsafe { dispatch(self.isa, Merge { tile, total }) };
-            }
+            .partition_point(|row| visible(row).end <= tile * KV_TILE);
+        let merged = item
+            .rows
+            .partition_point(|row| visible(row).start < tile * KV_TILE);
+        let count = item.rows.len();
+        if first < merged {
+            let rows = first * per_row..merged * per_row;
+            let merge = Merge {
+                tile: &records[rows.clone()],
+                total: &mut total[rows],
+                record: self.record,
+            };
+            // SAFETY: the instruction set was checked.
+            unsafe { dispatch(self.isa, merge) };
         }
+        let rows = merged.max(first) * per_row..count * per_row;
+        total[rows.clone()].copy_from_slice(&records[rows]);
     }
 
     /// Writes `acc / l` of each query.

@@ -27,6 +27,20 @@ pub fn exp(x: f32) -> f32 {
     p * pow2(half) * pow2(n - half)
 }
 
+/// `2^x` of one value; see [`math`].
+pub fn exp2(x: f32) -> f32 {
+    let x = if math::EXP2_MIN > x {
+        math::EXP2_MIN
+    } else {
+        x
+    };
+    let shifted = x + math::EXP2_MAGIC;
+    let n = shifted - math::EXP2_MAGIC;
+    let r = x - n;
+    let p = math::EXP2_POLY.into_iter().reduce(|p, c| p.mul_add(r, c));
+    p.map_or(x, |p| p * pow2(n as i32))
+}
+
 fn pow2(n: i32) -> f32 {
     f32::from_bits(((n + 127) << 23) as u32)
 }
@@ -336,25 +350,23 @@ fn weighted_sum(v: &[Slot<'_>], p: &[f32], first: usize, acc: &mut [f32]) {
     }
     for (g, dims) in groups(acc.len()).enumerate() {
         let mut minimums = [0.0f32; LANES];
-        let mut weights = Vec::new();
+        let mut largest = 0.0f32;
         for (j, (v, p)) in v.iter().zip(p).enumerate() {
             let (scale, minimum) = v.group(g);
             let lane = (first + j) % LANES;
             minimums[lane] = p.mul_add(minimum, minimums[lane]);
-            weights.push(p * scale);
+            largest = if scale > largest { scale } else { largest };
         }
-        let largest = weights
-            .iter()
-            .fold(0.0f32, |a, b| if *b > a { *b } else { a });
         let inverse = WEIGHT_MAX / largest;
         let inverse = if inverse == f32::INFINITY {
             0.0
         } else {
             inverse
         };
-        let codes: Vec<i64> = weights
+        let codes: Vec<i64> = v
             .iter()
-            .map(|w| f64::from(*w).mul_add(f64::from(inverse), 0.0))
+            .zip(p)
+            .map(|(v, p)| f64::from(*p) * f64::from(v.group(g).0 * inverse))
             // One rounding of the exact product, ties to even.
             .map(|product| product.round_ties_even() as i64)
             .collect();
@@ -385,7 +397,7 @@ pub fn attention_head(
         let place = (row.table[j / size], j % size);
         Slot::new(kv, layer, place, kv_head, is_k)
     };
-    let q = Query::new(shape.dtype, q, params.scale);
+    let q = Query::new(shape.dtype, q, params.score_scale());
     let end = row.position as usize + 1;
     let start = params.window.map_or(0, |w| end.saturating_sub(w as usize));
     let (mut m, mut l, mut acc) = (0.0f32, 0.0f32, vec![0.0f32; dim]);
@@ -396,7 +408,7 @@ pub fn attention_head(
         for j in visible.clone() {
             let mut s = q.score(slot(j, true));
             if let Some(cap) = params.soft_cap {
-                s = soft_cap(s, cap);
+                s = soft_cap(s, cap) * math::LOG2_E;
             }
             maxima[j % LANES] = if s > maxima[j % LANES] {
                 s
@@ -409,8 +421,8 @@ pub fn attention_head(
         let mut sums = [0.0f32; LANES];
         let mut p = Vec::new();
         for (j, s) in visible.clone().zip(scores) {
-            p.push(exp(s - m_tile));
-            sums[j % LANES] += exp(s - m_tile);
+            p.push(exp2(s - m_tile));
+            sums[j % LANES] += exp2(s - m_tile);
         }
         let v: Vec<Slot<'_>> = visible.clone().map(|j| slot(j, false)).collect();
         let mut acc_tile = vec![0.0f32; dim];
@@ -421,7 +433,7 @@ pub fn attention_head(
             continue;
         }
         let m_new = if m > m_tile { m } else { m_tile };
-        let (old, new) = (exp(m - m_new), exp(m_tile - m_new));
+        let (old, new) = (exp2(m - m_new), exp2(m_tile - m_new));
         l = l_tile.mul_add(new, l * old);
         for (acc, tile) in acc.iter_mut().zip(acc_tile) {
             *acc = tile.mul_add(new, *acc * old);

@@ -85,8 +85,9 @@ pub(crate) trait Simd: Copy {
         }
     }
 
-    /// Writes bits 7 to 14 of each lane to `high` and bits 0 to 6 to `low`: 16 bytes each.
-    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I);
+    /// Writes bits 7 to 13 of each lane to `high` and bits 0 to 6 to `low`: 64 bytes each. Lane `4 * i + j` of `x[n]` goes
+    /// to byte `16 * i + 4 * n + j`, so that four neighbours stay together and no half of a register is crossed.
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: [Self::I; 4]);
 
     /// Reads 64 bytes.
     unsafe fn load_codes(from: *const u8) -> Self::B;

@@ -10,11 +10,13 @@
 //! scores[q][j] = soft_cap(s), from s = 0, for each group upwards:
 //!                s = fma(ks[j] * qs, sum of qc * kc[j], s);  s = fma(kmin[j], qsum, s)        lane = position
 //!
-//! per query and group:        w[j] = p[j] * vs[j],  wmax = largest w,  ws = wmax / 16383
-//!                             wc[j] = w[j] * (16383 / wmax) rounded
+//! per row and group:          vsmax = largest visible vs[j],  ws = vsmax / 16383
+//! per query and group:        wc[j] = p[j] * (vs[j] * (16383 / vsmax)) rounded
 //!                             wmin = sum of p[j] * vmin[j]        16 lanes (position mod 16) in order, one tree
 //! acc[q][d] = fma(ws, sum over the tile's visible j of wc[j] * vc[j][d], wmin)                lane = dimension
 //! ```
+//!
+//! Scores are in units of ln 2, as `tile` asks for: log2 e is part of `scale`, or follows the soft cap.
 //!
 //! The queries' minimum part uses the sum of their codes, not of their values: the rounding of `q` is then weighted by
 //! the values of `k`, which centre on zero, and not by its codes, which do not.
@@ -25,6 +27,9 @@
 //! `255 * 127 * 256 < 2^24`. Hidden positions have the weight code 0, so what stands there does not matter, and rows of
 //! a block need not be told apart.
 //!
+//! The largest `p` of a tile is 1, so `p * vs` is at most `vsmax`, which is known before any query is looked at. That is
+//! why a weight becomes a code in the breath that makes it, and never lies in memory as a float.
+//!
 //! Why integers at all: a step at depth reads 68 (36) bytes per 64 values from memory, for which it has about 16 (8)
 //! cycles on the machines this was built for. Three queries in f32 take 12 cycles of multiply-adds, after widening; in
 //! integers 3 for a score and 6 for the sum.
@@ -32,10 +37,12 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::tile::{Ahead, HEADER, Place, SOFTMAX_CYCLES, Spans, is_whole, lanes, over_queries};
+use super::tile::{
+    self, Ahead, BLOCK, HEADER, L, M, Place, SOFTMAX_CYCLES, SPANS, Spans, TakeWeights, is_whole, lanes, over_queries,
+};
 use super::{AttentionParams, KV_TILE, QUERIES};
 use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN};
-use crate::math::{self, LANES, ROUND_MAGIC};
+use crate::math::{LANES, ROUND_MAGIC};
 use crate::simd::{Kernel, Simd};
 
 /// Largest code of a weight.
@@ -50,14 +57,13 @@ const LINE: usize = 64;
 /// Bytes of a query's weight codes in a tile: high, then low.
 const WEIGHT_CODES: usize = 2 * KV_TILE;
 
-/// Queries whose weights are made together.
-const WEIGHED: usize = 4;
+/// Cycles that 16 weights of a group take to become codes.
+const CODE_CYCLES: usize = 6;
 
-/// Cycles that making 16 weights of a group takes.
-const WEIGH_CYCLES: usize = 20;
-
-/// f32 of working memory per item: weights of some queries, then the codes of all.
-pub(super) const WEIGHTS: usize = WEIGHED * KV_TILE + QUERIES * WEIGHT_CODES / 4;
+/// f32 of working memory.
+pub(super) fn working_memory(head_dim: usize) -> usize {
+    head_dim.div_ceil(KV_GROUP) * Weights::PER_GROUP
+}
 
 /// How codes lie in a line.
 pub(super) trait Codes {
@@ -164,7 +170,7 @@ pub(super) struct CodeTile<'a, C> {
     pub q: Queries<'a>,
     /// `[queries][KV_TILE]`
     pub scores: &'a mut [f32],
-    /// [`WEIGHTS`] of working memory.
+    /// [`working_memory`].
     pub weights: &'a mut [f32],
     /// One per query; of no meaning where a row sees nothing of the tile.
     pub records: &'a mut [f32],
@@ -180,17 +186,17 @@ impl<C: Codes> Kernel for CodeTile<'_, C> {
     unsafe fn run<S: Simd>(mut self) {
         let queries = self.place.queries();
         assert!(queries <= QUERIES && self.scores.len() >= queries * KV_TILE);
-        assert!(self.weights.len() >= WEIGHTS);
+        assert!(self.weights.len() >= working_memory(self.place.params.head_dim));
         assert!(self.records.len() >= queries * self.place.record());
         // SAFETY: the processor's instruction set is the caller's promise; the buffers were just checked.
         unsafe {
             let spans = self.place.spans();
             let dim = self.place.params.head_dim;
-            let weigh = dim.div_ceil(KV_GROUP) * WEIGH_CYCLES;
-            let cycles = queries * spans.count * (dim / 4 + SOFTMAX_CYCLES + weigh + dim / 2);
+            let coding = dim.div_ceil(KV_GROUP) * CODE_CYCLES;
+            let cycles = queries * spans.count * (dim / 4 + SOFTMAX_CYCLES + coding + dim / 2);
             let ahead = &mut Ahead::new(self.ahead, cycles);
             self.scores::<S>(queries, &spans, ahead);
-            self.place.softmax::<S>(self.scores, self.records, ahead);
+            self.softmax::<S>(queries, &spans, ahead);
             self.values::<S>(queries, &spans, ahead);
         }
     }
@@ -212,7 +218,7 @@ impl<C: Codes> CodeTile<'_, C> {
             while const { S::QUERIES >= 8 } && span + 4 <= k.len() {
                 let k: [*const u8; 4] = std::array::from_fn(|i| k[span + i]);
                 let to = scores.add(span * KV_SPAN);
-                over_queries!(queries, [3 2 1], at => score_spans::<S, C, 4>(
+                over_queries!(queries, [6 3 2 1], at => score_spans::<S, C, 4>(
                     k, ahead, q, at, &params, to.add(at * KV_TILE)));
                 span += 4;
             }
@@ -226,6 +232,46 @@ impl<C: Codes> CodeTile<'_, C> {
         }
     }
 
+    /// Turns scores into weight codes, and writes maximum and sum of every query.
+    ///
+    /// # Safety
+    /// As [`scores`](Self::scores), which has run.
+    #[inline(always)]
+    unsafe fn softmax<S: Simd>(&mut self, queries: usize, spans: &Spans, ahead: &mut Ahead) {
+        let weights = Weights::new(self.weights);
+        let record = self.place.record();
+        let groups = self.q.groups();
+        let (scores, records) = (self.scores.as_ptr(), &mut self.records);
+        // SAFETY: each query has `KV_TILE` scores; blocks lie within the tile; the rest is passed on.
+        unsafe {
+            for query in 0..queries {
+                let visible = self.place.visible(query / self.place.heads);
+                let scores = scores.add(query * KV_TILE);
+                records[query * record + M] = tile::largest::<S>(scores, &visible);
+            }
+            let all = spans.first * KV_SPAN..(spans.first + spans.count) * KV_SPAN;
+            let mut prepared = None;
+            for query in 0..queries {
+                let visible = self.place.visible(query / self.place.heads);
+                if prepared.as_ref() != Some(&visible) {
+                    weights.prepare::<S>(groups, spans, &visible);
+                    prepared = Some(visible.clone());
+                }
+                let record = &mut records[query * record..];
+                let mut coder = Coder {
+                    weights,
+                    groups,
+                    query,
+                };
+                coder.start::<S>();
+                let scores = scores.add(query * KV_TILE);
+                record[L] =
+                    tile::softmax::<S>(scores, &visible, &all, record[M], &mut coder, ahead);
+                coder.finish::<S>();
+            }
+        }
+    }
+
     /// Sums V by the weights into the accumulators.
     ///
     /// # Safety
@@ -235,29 +281,17 @@ impl<C: Codes> CodeTile<'_, C> {
         let dim = self.place.params.head_dim;
         let record = self.place.record();
         let line_dims = if C::NIBBLES { 2 * LANES } else { LANES };
-        let (weights, codes) = self.weights.split_at_mut(WEIGHED * KV_TILE);
+        let weights = Weights::new(self.weights);
         for (group, dims) in groups(dim).enumerate() {
-            let mut factors = [(0.0, 0.0); QUERIES];
-            let weighing = Weighing {
-                place: &self.place,
-                spans,
-                header: group * GROUP_HEADER,
-                p: self.scores.as_ptr(),
-                weights: weights.as_mut_ptr(),
-                codes: codes.as_mut_ptr().cast(),
-            };
-            // SAFETY: passed on; the buffers were checked.
-            unsafe {
-                over_queries!(queries, [4 3 2 1], at => weigh::<S, C, 1>(
-                    &weighing, at, &mut factors[at..], ahead));
-            }
             let strip = Strip {
                 v: &spans.v[..spans.count],
+                first_span: spans.first,
                 first: groups(dim).count() * GROUP_HEADER + dims.start / line_dims * LINE,
                 quad_bytes: dim.div_ceil(line_dims) * LINE,
-                weights: codes.as_ptr().cast(),
+                weights: weights.codes(group, 0),
+                factors: weights.factors(group, 0),
             };
-            // SAFETY: as `scores`; weight codes of all spans of `v` were just written for every query.
+            // SAFETY: as `scores`; weight codes and factors were just written for every query.
             unsafe {
                 let acc = self.records.as_mut_ptr().add(HEADER + dims.start);
                 let mut d = 0;
@@ -268,17 +302,17 @@ impl<C: Codes> CodeTile<'_, C> {
                         first: strip.first + d / line_dims * LINE,
                         ..strip
                     };
-                    if const { S::QUERIES >= 8 } && left >= 4 * LANES {
+                    if const { S::QUERIES >= 12 } && left >= 4 * LANES {
                         over_queries!(queries, [3 2 1], at => add_values::<S, C, 4>(
-                            strip, at, &factors, ahead, acc.add(at * record), record));
+                            strip, at, ahead, acc.add(at * record), record));
                         d += 4 * LANES;
                     } else if left >= 2 * LANES {
                         over_queries!(queries, [6 3 2 1], at => add_values::<S, C, 2>(
-                            strip, at, &factors, ahead, acc.add(at * record), record));
+                            strip, at, ahead, acc.add(at * record), record));
                         d += 2 * LANES;
                     } else {
                         over_queries!(queries, [8 3 2 1], at => add_values::<S, C, 1>(
-                            strip, at, &factors, ahead, acc.add(at * record), record));
+                            strip, at, ahead, acc.add(at * record), record));
                         d += LANES;
                     }
                 }
@@ -287,79 +321,154 @@ impl<C: Codes> CodeTile<'_, C> {
     }
 }
 
-/// What weights of a group are made from.
-struct Weighing<'a> {
-    place: &'a Place<'a>,
-    spans: &'a Spans,
-    /// Where the group's header lies in a span.
-    header: usize,
-    /// `[queries][KV_TILE]`
-    p: *const f32,
-    /// `[WEIGHED][KV_TILE]`, for use in between.
-    weights: *mut f32,
-    /// `[queries][high|low][KV_TILE]`, from the first span on.
-    codes: *mut i8,
-}
-
-/// Weight codes and the factors `(ws, wmin)` of queries `at..at + Q` for one group. `C` and `N` are of no meaning.
+/// Working memory of a tile's weights, one part per group:
 ///
-/// # Safety
-/// The processor has `S`'s instruction set; the spans of V start with their groups' headers; the buffers hold what
-/// `x` says, and `factors` has `Q` entries.
-#[inline(always)]
-unsafe fn weigh<S: Simd, C: Codes, const Q: usize, const N: usize>(
-    x: &Weighing<'_>,
-    at: usize,
-    factors: &mut [(f32, f32)],
-    ahead: &mut Ahead,
-) {
-    let visible: [Range<usize>; Q] =
-        std::array::from_fn(|q| x.place.visible((at + q) / x.place.heads));
-    // Rows ascend.
-    let seen_by_all = visible[Q - 1].start..visible[0].end;
-    // SAFETY: the caller's promise; spans lie within the tile.
-    unsafe {
-        let zero = S::splat(0.0);
-        let (mut largest, mut minimums) = ([zero; Q], [zero; Q]);
-        for (i, v) in x.spans.v[..x.spans.count].iter().enumerate() {
-            let span = x.spans.first + i;
-            ahead.passed(Q * WEIGH_CYCLES);
-            let header = v.add(x.header).cast::<u16>();
-            let (scale, minimum) = (S::load_f16(header), S::load_f16(header.add(KV_SPAN)));
-            let whole = is_whole(&seen_by_all, span);
-            for q in 0..Q {
-                let mut p = S::load(x.p.add((at + q) * KV_TILE + span * KV_SPAN));
-                let (mut scale, mut minimum) = (scale, minimum);
-                if !whole {
-                    let (from, to) = lanes(&visible[q], span);
-                    p = S::keep(from, to, p, zero);
-                    scale = S::keep(from, to, scale, zero);
-                    minimum = S::keep(from, to, minimum, zero);
+/// ```text
+/// vs * (16383 / vsmax) [KV_TILE] | vmin [KV_TILE] | sums of p * vmin [16] | ws, wmin [QUERIES] | ws
+/// codes [QUERIES][high|low][KV_TILE], in the order of `store_halves`
+/// ```
+///
+/// What concerns positions lies by position of the tile.
+#[derive(Clone, Copy)]
+struct Weights(*mut f32);
+
+impl Weights {
+    const MINIMUMS: usize = KV_TILE;
+    const SUMS: usize = 2 * KV_TILE;
+    const FACTORS: usize = Self::SUMS + LANES;
+    const SCALE: usize = Self::FACTORS + 2 * QUERIES;
+    const CODES: usize = (Self::SCALE + 1).next_multiple_of(LINE / 4);
+    const PER_GROUP: usize = Self::CODES + QUERIES * WEIGHT_CODES / 4;
+
+    fn new(memory: &mut [f32]) -> Weights {
+        Weights(memory.as_mut_ptr())
+    }
+
+    /// Element `at` of a group's part.
+    #[inline(always)]
+    fn part(self, group: usize, at: usize) -> *mut f32 {
+        self.0.wrapping_add(group * Self::PER_GROUP + at)
+    }
+
+    #[inline(always)]
+    fn codes(self, group: usize, query: usize) -> *mut i8 {
+        self.part(group, Self::CODES + query * WEIGHT_CODES / 4)
+            .cast()
+    }
+
+    #[inline(always)]
+    fn factors(self, group: usize, query: usize) -> *mut f32 {
+        self.part(group, Self::FACTORS + 2 * query)
+    }
+
+    /// Reads the scales and minimums of V for rows that see these positions. Hidden ones become 0.
+    ///
+    /// # Safety
+    /// The processor has `S`'s instruction set; the spans of V start with headers of so many groups, for which there is
+    /// memory.
+    #[inline(always)]
+    unsafe fn prepare<S: Simd>(self, groups: usize, spans: &Spans, visible: &Range<usize>) {
+        // SAFETY: the caller's promise; spans lie within the tile.
+        unsafe {
+            let zero = S::splat(0.0);
+            for group in 0..groups {
+                let (scales, minimums) = (self.part(group, 0), self.part(group, Self::MINIMUMS));
+                let mut largest = zero;
+                for (i, v) in spans.v[..spans.count].iter().enumerate() {
+                    let span = spans.first + i;
+                    let header = v.add(group * GROUP_HEADER).cast::<u16>();
+                    let mut scale = S::load_f16(header);
+                    let mut minimum = S::load_f16(header.add(KV_SPAN));
+                    if !is_whole(visible, span..span + 1) {
+                        let (from, to) = lanes(visible, span);
+                        scale = S::keep(from, to, scale, zero);
+                        minimum = S::keep(from, to, minimum, zero);
+                    }
+                    S::store(scales.add(span * KV_SPAN), scale);
+                    S::store(minimums.add(span * KV_SPAN), minimum);
+                    largest = S::max(scale, largest);
                 }
-                let weight = S::mul(p, scale);
-                S::store(x.weights.add(q * KV_TILE + i * KV_SPAN), weight);
-                largest[q] = S::max(weight, largest[q]);
-                minimums[q] = S::fma(p, minimum, minimums[q]);
+                let largest = S::tree_max(largest);
+                let inverse = WEIGHT_MAX / largest;
+                // Nothing to see, or scales so small that their inverse is not a number to multiply by.
+                let inverse = if inverse == f32::INFINITY {
+                    0.0
+                } else {
+                    inverse
+                };
+                for i in 0..spans.count {
+                    let scale = scales.add((spans.first + i) * KV_SPAN);
+                    S::store(scale, S::mul(S::load(scale), S::splat(inverse)));
+                }
+                // What a block has beyond the spans.
+                let end = spans.first + spans.count;
+                let before = spans.first / BLOCK * BLOCK..spans.first;
+                for span in before.chain(end..end.next_multiple_of(BLOCK).min(SPANS)) {
+                    S::store(scales.add(span * KV_SPAN), zero);
+                    S::store(minimums.add(span * KV_SPAN), zero);
+                }
+                self.part(group, Self::SCALE).write(largest / WEIGHT_MAX);
             }
         }
-        for q in 0..Q {
-            let largest = S::tree_max(largest[q]);
-            let inverse = WEIGHT_MAX / largest;
-            // Nothing to see, or scales so small that their inverse is not a number to multiply by.
-            let inverse = if inverse == f32::INFINITY {
-                0.0
-            } else {
-                inverse
-            };
-            let codes = x.codes.add((at + q) * WEIGHT_CODES);
-            for i in 0..x.spans.count {
-                let weight = S::load(x.weights.add(q * KV_TILE + i * KV_SPAN));
-                // Rounds to nearest, ties to even; the integer stands in the low bits.
-                let code = S::bits(S::fma(weight, S::splat(inverse), S::splat(ROUND_MAGIC)));
-                let high = codes.add(i * KV_SPAN);
-                S::store_halves(high, high.add(KV_TILE), code);
+    }
+}
+
+/// Makes codes of one query's weights.
+struct Coder {
+    weights: Weights,
+    groups: usize,
+    query: usize,
+}
+
+impl Coder {
+    /// # Safety
+    /// The processor has `S`'s instruction set, and there is memory for all groups.
+    #[inline(always)]
+    unsafe fn start<S: Simd>(&mut self) {
+        for group in 0..self.groups {
+            let sums = self.weights.part(group, Weights::SUMS);
+            // SAFETY: the caller's promise.
+            unsafe { S::store(sums, S::splat(0.0)) };
+        }
+    }
+
+    /// # Safety
+    /// As [`start`](Self::start).
+    #[inline(always)]
+    unsafe fn finish<S: Simd>(&mut self) {
+        for group in 0..self.groups {
+            // SAFETY: the caller's promise.
+            unsafe {
+                let sums = S::load(self.weights.part(group, Weights::SUMS));
+                let factors = self.weights.factors(group, self.query);
+                factors.write(*self.weights.part(group, Weights::SCALE));
+                factors.add(1).write(S::tree_sum(sums));
             }
-            factors[q] = (largest / WEIGHT_MAX, S::tree_sum(minimums[q]));
+        }
+    }
+}
+
+impl<S: Simd> TakeWeights<S> for Coder {
+    #[inline(always)]
+    unsafe fn take(&mut self, span: usize, weights: [S::F; BLOCK]) {
+        // SAFETY: the trait's contract; the block lies within the tile, for which there is memory in each group.
+        unsafe {
+            for group in 0..self.groups {
+                let part = |at| self.weights.part(group, at + span * KV_SPAN);
+                let (scales, minimums) = (part(0), part(Weights::MINIMUMS));
+                let sums = self.weights.part(group, Weights::SUMS);
+                let mut sum = S::load(sums);
+                let mut codes = [S::splat_i(0); BLOCK];
+                for (i, p) in weights.into_iter().enumerate() {
+                    let scale = S::load(scales.add(i * KV_SPAN));
+                    // Rounds to nearest, ties to even; the integer stands in the low bits.
+                    codes[i] = S::bits(S::fma(p, scale, S::splat(ROUND_MAGIC)));
+                    sum = S::fma(p, S::load(minimums.add(i * KV_SPAN)), sum);
+                }
+                S::store(sums, sum);
+                let high = self.weights.codes(group, self.query).add(span * KV_SPAN);
+                S::store_halves(high, high.add(KV_TILE), codes);
+            }
         }
     }
 }
@@ -420,8 +529,8 @@ unsafe fn score_spans<S: Simd, C: Codes, const Q: usize, const N: usize>(
                     let both = S::mul(scale, S::splat(*q_scale.add(i)));
                     let mut score = S::fma(both, S::to_float(dot), before);
                     score = S::fma(minimum, S::splat(*q_sum.add(i)), score);
-                    if let (true, Some(cap)) = (last, params.soft_cap) {
-                        score = math::soft_cap::<S>(score, S::splat(cap));
+                    if last {
+                        score = tile::capped::<S>(score, params.soft_cap);
                     }
                     S::store(to, score);
                 }
@@ -473,8 +582,12 @@ struct Strip<'a> {
     /// Where the first line lies in a span, and from one four positions to the next.
     first: usize,
     quad_bytes: usize,
-    /// `[queries][high|low][KV_TILE]`, from the first span on.
+    /// The first span's place in the tile.
+    first_span: usize,
+    /// `[queries][high|low][KV_TILE]`, by position of the tile.
     weights: *const i8,
+    /// `[queries]` of `ws` and `wmin`.
+    factors: *const f32,
 }
 
 /// Weighted sums of `N` vectors of V for queries `at..at + Q`.
@@ -486,7 +599,6 @@ struct Strip<'a> {
 unsafe fn add_values<S: Simd, C: Codes, const Q: usize, const N: usize>(
     strip: Strip<'_>,
     at: usize,
-    factors: &[(f32, f32); QUERIES],
     ahead: &mut Ahead,
     acc: *mut f32,
     record: usize,
@@ -497,11 +609,14 @@ unsafe fn add_values<S: Simd, C: Codes, const Q: usize, const N: usize>(
         let weights = strip.weights.add(at * WEIGHT_CODES);
         for (i, v) in strip.v.iter().enumerate() {
             let v = v.add(strip.first);
+            // In the order of `store_halves`: four positions of one span after the other.
+            let span = strip.first_span + i;
+            let weights = weights.add((span - span % BLOCK) * KV_SPAN + span % BLOCK * 4);
             // Once per span: asking within would cost the sums their registers.
             ahead.passed(2 * Q * N * KV_SPAN / 4);
             for quad in 0..KV_SPAN / 4 {
                 let lines = load_lines::<S, C, N>(v.add(quad * strip.quad_bytes));
-                let weights = weights.add(i * KV_SPAN + quad * 4);
+                let weights = weights.add(quad * 4 * BLOCK);
                 for (q, sums) in sums.iter_mut().enumerate() {
                     for (half, sums) in sums.iter_mut().enumerate() {
                         let w = weights.add(q * WEIGHT_CODES + half * KV_TILE);
@@ -514,7 +629,8 @@ unsafe fn add_values<S: Simd, C: Codes, const Q: usize, const N: usize>(
             }
         }
         for (q, [high, low]) in sums.into_iter().enumerate() {
-            let (scale, minimum) = factors[at + q];
+            let factors = strip.factors.add(2 * (at + q));
+            let (scale, minimum) = (*factors, *factors.add(1));
             for n in 0..N {
                 let dot = S::fma(
                     S::to_float(high[n]),

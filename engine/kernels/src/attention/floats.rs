@@ -1,7 +1,7 @@
 //! Attention within one tile over K and V stored as floats.
 //!
 //! ```text
-//! scores[q][j] = soft_cap(scale * fma over d of q[d] * k[j][d])    lane = position; d upwards
+//! scores[q][j] = soft_cap(scale * fma over d of q[d] * k[j][d])    lane = position; d upwards; times log2 e
 //! acc[q][d] = fma over visible j of p[j] * v[j][d]                lane = dimension; j upwards
 //! ```
 //!
@@ -15,10 +15,12 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::tile::{Ahead, HEADER, Place, SOFTMAX_CYCLES, Spans, over_queries};
+use super::tile::{
+    self, Ahead, BLOCK, HEADER, L, M, Place, SOFTMAX_CYCLES, Spans, TakeWeights, over_queries,
+};
 use super::{AttentionParams, KV_TILE};
 use crate::kv::KV_SPAN;
-use crate::math::{self, LANES};
+use crate::math::LANES;
 use crate::simd::{Element, Kernel, Simd};
 
 /// One tile for all queries of an item.
@@ -50,7 +52,7 @@ impl<E: Element> Kernel for FloatTile<'_, E> {
             let cycles = queries * spans.count * (2 * dim + SOFTMAX_CYCLES);
             let ahead = &mut Ahead::new(self.ahead, cycles);
             self.scores::<S>(queries, &spans, ahead);
-            self.place.softmax::<S>(self.scores, self.records, ahead);
+            self.softmax::<S>(ahead);
             self.values::<S>(ahead);
         }
     }
@@ -78,10 +80,10 @@ impl<E: Element> FloatTile<'_, E> {
                     k, ahead, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 4;
             }
-            while const { S::QUERIES >= 3 } && span + 2 <= k.len() && queries <= 6 {
+            while const { S::QUERIES >= 3 } && span + 2 <= k.len() {
                 let k: [*const u8; 2] = std::array::from_fn(|i| k[span + i]);
                 let to = scores.add(span * KV_SPAN);
-                over_queries!(queries, [6 4 3 2 1], at => score_spans::<S, E, 2>(
+                over_queries!(queries, [12 6 4 3 2 1], at => score_spans::<S, E, 2>(
                     k, ahead, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 2;
             }
@@ -91,6 +93,32 @@ impl<E: Element> FloatTile<'_, E> {
                 over_queries!(queries, [8 4 2 1], at => score_spans::<S, E, 1>(
                     k, ahead, q.add(at), queries, &params, to.add(at * KV_TILE)));
                 span += 1;
+            }
+        }
+    }
+
+    /// Turns the scores of every query that sees anything into weights, and writes maximum and sum.
+    ///
+    /// # Safety
+    /// As [`scores`](Self::scores), which has run.
+    #[inline(always)]
+    unsafe fn softmax<S: Simd>(&mut self, ahead: &mut Ahead) {
+        let record = self.place.record();
+        let heads = self.place.heads;
+        let scores = self.scores.as_mut_ptr();
+        for query in 0..self.place.queries() {
+            let visible = self.place.visible(query / heads);
+            if visible.is_empty() {
+                continue;
+            }
+            // SAFETY: the query's scores, `KV_TILE` of them; the rest is passed on.
+            unsafe {
+                let scores = scores.add(query * KV_TILE);
+                let m = tile::largest::<S>(scores, &visible);
+                let taker = &mut Store(scores);
+                let sum = tile::softmax::<S>(scores, &visible, &visible, m, taker, ahead);
+                let record = &mut self.records[query * record..];
+                (record[M], record[L]) = (m, sum);
             }
         }
     }
@@ -164,13 +192,12 @@ impl<E: Element> FloatTile<'_, E> {
                 let mut d = 0;
                 while d < dim {
                     let (v, acc) = (v.add(d * E::BYTES), acc.add(d));
-                    // Eight queries by four vectors would be all 32 registers.
-                    if const { S::QUERIES >= 8 } && queries < 8 && dim - d >= 4 * LANES {
+                    if const { S::QUERIES >= 12 } && queries < 12 && dim - d >= 4 * LANES {
                         over_queries!(queries, [6 4 3 2 1], at => add_values::<S, E, 4>(
                             v, dim, run, ahead, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 4 * LANES;
                     } else if const { S::QUERIES >= 3 } && dim - d >= 2 * LANES {
-                        over_queries!(queries, [8 3 2 1], at => add_values::<S, E, 2>(
+                        over_queries!(queries, [12 8 3 2 1], at => add_values::<S, E, 2>(
                             v, dim, run, ahead, p.add(at * KV_TILE), acc.add(at * record), record));
                         d += 2 * LANES;
                     } else {
@@ -181,6 +208,19 @@ impl<E: Element> FloatTile<'_, E> {
                 }
             }
             position += run;
+        }
+    }
+}
+
+/// Writes a query's weights where its scores were.
+struct Store(*mut f32);
+
+impl<S: Simd> TakeWeights<S> for Store {
+    #[inline(always)]
+    unsafe fn take(&mut self, span: usize, weights: [S::F; BLOCK]) {
+        for (i, weight) in weights.into_iter().enumerate() {
+            // SAFETY: the block lies within the query's `KV_TILE` scores.
+            unsafe { S::store(self.0.add((span + i) * KV_SPAN), weight) };
         }
     }
 }
@@ -219,10 +259,8 @@ unsafe fn score_spans<S: Simd, E: Element, const Q: usize, const N: usize>(
         }
         for (n, acc) in acc.into_iter().enumerate() {
             for (i, acc) in acc.into_iter().enumerate() {
-                let mut score = S::mul(acc, S::splat(params.scale));
-                if let Some(cap) = params.soft_cap {
-                    score = math::soft_cap::<S>(score, S::splat(cap));
-                }
+                let score = S::mul(acc, S::splat(params.score_scale()));
+                let score = tile::capped::<S>(score, params.soft_cap);
                 S::store(to.add(i * KV_TILE + n * KV_SPAN), score);
             }
         }

@@ -2,9 +2,9 @@
 //! the merging of tiles.
 //!
 //! ```text
-//! scores[q][j]                                                    `floats` or `codes`
+//! scores[q][j], in units of ln 2                                  `floats` or `codes`
 //! m = max over visible j                                          exact, so any order
-//! p[q][j] = exp(scores - m), 0 where not visible
+//! p[q][j] = 2^(scores - m), 0 where not visible
 //! l = sum of p                                                    16 lanes (position mod 16) in order, one tree
 //! acc[q][d] = sum over visible j of p[j] * v[j][d]                `floats` or `codes`
 //! ```
@@ -108,31 +108,6 @@ impl Place<'_> {
         }
         spans
     }
-
-    /// Turns the scores of every query that sees anything into weights, and writes maximum and sum.
-    ///
-    /// # Safety
-    /// The processor has `S`'s instruction set; `scores` holds `KV_TILE` and `records` a record per query.
-    #[inline(always)]
-    pub unsafe fn softmax<S: Simd>(
-        &self,
-        scores: &mut [f32],
-        records: &mut [f32],
-        ahead: &mut Ahead,
-    ) {
-        for row in 0..self.rows.len() {
-            let visible = self.visible(row);
-            if visible.is_empty() {
-                continue;
-            }
-            for query in row * self.heads..(row + 1) * self.heads {
-                let scores = &mut scores[query * KV_TILE..][..KV_TILE];
-                let record = &mut records[query * self.record()..][..HEADER];
-                // SAFETY: passed on.
-                unsafe { softmax::<S>(scores, visible.clone(), record, ahead) };
-            }
-        }
-    }
 }
 
 /// Spans of a tile, and where they lie.
@@ -227,12 +202,22 @@ impl Ahead {
 const NEAR_BYTES: usize = 20 << 10;
 
 /// Cycles that the softmax takes per 16 scores.
-pub(super) const SOFTMAX_CYCLES: usize = 32;
+pub(super) const SOFTMAX_CYCLES: usize = 10;
 
-/// Whether all lanes of a span lie in a range of positions.
+/// Spans whose weights are made together. A tile is whole blocks of them.
+pub(super) const BLOCK: usize = 4;
+
+/// The blocks of a range of positions of a tile, each by its first span.
 #[inline(always)]
-pub(super) fn is_whole(positions: &Range<usize>, span: usize) -> bool {
-    positions.start <= span * KV_SPAN && (span + 1) * KV_SPAN <= positions.end
+fn blocks(positions: &Range<usize>) -> impl Iterator<Item = usize> {
+    let width = BLOCK * KV_SPAN;
+    (positions.start / width * BLOCK..positions.end.div_ceil(width) * BLOCK).step_by(BLOCK)
+}
+
+/// Whether all lanes of some spans lie in a range of positions.
+#[inline(always)]
+pub(super) fn is_whole(positions: &Range<usize>, spans: Range<usize>) -> bool {
+    positions.start <= spans.start * KV_SPAN && spans.end * KV_SPAN <= positions.end
 }
 
 /// The lanes of a span that lie in a range of positions.
@@ -242,47 +227,98 @@ pub(super) fn lanes(positions: &Range<usize>, span: usize) -> (i32, i32) {
     (positions.start as i32 - first, positions.end as i32 - first)
 }
 
-/// Turns one query's scores into weights.
+/// A score under the soft cap, in units of ln 2; without a cap [`AttentionParams::score_scale`] has seen to these.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+pub(super) unsafe fn capped<S: Simd>(score: S::F, cap: Option<f32>) -> S::F {
+    match cap {
+        // SAFETY: the caller's promise.
+        Some(cap) => unsafe {
+            S::mul(
+                math::soft_cap::<S>(score, S::splat(cap)),
+                S::splat(math::LOG2_E),
+            )
+        },
+        None => score,
+    }
+}
+
+/// What becomes of the weights of one query.
+pub(super) trait TakeWeights<S: Simd> {
+    /// Takes those of the block that starts at `span`.
+    ///
+    /// # Safety
+    /// The processor has `S`'s instruction set.
+    unsafe fn take(&mut self, span: usize, weights: [S::F; BLOCK]);
+}
+
+/// The largest of one query's visible scores.
 ///
 /// # Safety
 /// The processor has `S`'s instruction set, and `scores` has `KV_TILE` elements.
 #[inline(always)]
-unsafe fn softmax<S: Simd>(
-    scores: &mut [f32],
-    visible: Range<usize>,
-    record: &mut [f32],
-    ahead: &mut Ahead,
-) {
-    let scores = scores.as_mut_ptr();
-    let spans = visible.start / KV_SPAN..visible.end.div_ceil(KV_SPAN);
-    // SAFETY: spans lie within the query's `KV_TILE` scores.
+pub(super) unsafe fn largest<S: Simd>(scores: *const f32, visible: &Range<usize>) -> f32 {
+    // SAFETY: the caller's promise; blocks lie within the tile.
     unsafe {
         let lowest = S::splat(f32::NEG_INFINITY);
-        let mut largest = lowest;
-        for span in spans.clone() {
-            let mut score = S::load(scores.add(span * KV_SPAN));
-            if !is_whole(&visible, span) {
-                let (from, to) = lanes(&visible, span);
-                score = S::keep(from, to, score, lowest);
+        // One per span of a block, as each waits for the one before.
+        let mut largest = [lowest; BLOCK];
+        for first in blocks(visible) {
+            let whole = is_whole(visible, first..first + BLOCK);
+            for (i, largest) in largest.iter_mut().enumerate() {
+                let mut score = S::load(scores.add((first + i) * KV_SPAN));
+                if !whole {
+                    let (from, to) = lanes(visible, first + i);
+                    score = S::keep(from, to, score, lowest);
+                }
+                *largest = S::max(score, *largest);
             }
-            largest = S::max(score, largest);
         }
-        let m = S::tree_max(largest);
+        let [a, b, c, d] = largest;
+        S::tree_max(S::max(S::max(a, b), S::max(c, d)))
+    }
+}
+
+/// Turns one query's scores into weights and returns their sum: of all blocks that hold a position of `within`, with 0
+/// for those that are not visible.
+///
+/// # Safety
+/// The processor has `S`'s instruction set, `scores` has `KV_TILE` elements, and `within` lies in the tile.
+#[inline(always)]
+pub(super) unsafe fn softmax<S: Simd>(
+    scores: *const f32,
+    visible: &Range<usize>,
+    within: &Range<usize>,
+    largest: f32,
+    taker: &mut impl TakeWeights<S>,
+    ahead: &mut Ahead,
+) -> f32 {
+    // SAFETY: the caller's promise.
+    unsafe {
         let zero = S::splat(0.0);
+        let largest = S::splat(largest);
         let mut sum = zero;
-        for span in spans {
-            let at = scores.add(span * KV_SPAN);
-            let mut p = math::exp::<S>(S::sub(S::load(at), S::splat(m)));
-            if !is_whole(&visible, span) {
-                let (from, to) = lanes(&visible, span);
-                p = S::keep(from, to, p, zero);
+        for first in blocks(within) {
+            let mut weights = [zero; BLOCK];
+            for (i, weight) in weights.iter_mut().enumerate() {
+                let score = S::load(scores.add((first + i) * KV_SPAN));
+                *weight = math::exp2::<S>(S::sub(score, largest));
             }
-            S::store(at, p);
-            sum = S::add(sum, p);
-            ahead.passed(SOFTMAX_CYCLES);
+            if !is_whole(visible, first..first + BLOCK) {
+                for (i, weight) in weights.iter_mut().enumerate() {
+                    let (from, to) = lanes(visible, first + i);
+                    *weight = S::keep(from, to, *weight, zero);
+                }
+            }
+            for weight in weights {
+                sum = S::add(sum, weight);
+            }
+            taker.take(first, weights);
+            ahead.passed(BLOCK * SOFTMAX_CYCLES);
         }
-        record[M] = m;
-        record[L] = S::tree_sum(sum);
+        S::tree_sum(sum)
     }
 }
 
@@ -306,10 +342,13 @@ macro_rules! over_queries {
 }
 pub(super) use over_queries;
 
-/// Merges the next tile of one query into the total of those before.
+/// Merges the next tile of some queries into the total of those before.
 pub(super) struct Merge<'a> {
+    /// Records, as many in both.
     pub tile: &'a [f32],
     pub total: &'a mut [f32],
+    /// f32 of a record.
+    pub record: usize,
 }
 
 impl Kernel for Merge<'_> {
@@ -317,21 +356,42 @@ impl Kernel for Merge<'_> {
 
     #[inline(always)]
     unsafe fn run<S: Simd>(self) {
-        let (tile, total) = (self.tile, self.total);
-        let m = if total[M] > tile[M] {
-            total[M]
-        } else {
-            tile[M]
-        };
-        let mut weights = [0.0; LANES];
-        (weights[0], weights[1]) = (total[M] - m, tile[M] - m);
-        // SAFETY: the processor's instruction set is the caller's promise; the array has 16 lanes.
-        let weights = unsafe { S::to_array(math::exp::<S>(S::load(weights.as_ptr()))) };
-        let (old, new) = (weights[0], weights[1]);
-        total[L] = tile[L].mul_add(new, total[L] * old);
-        total[M] = m;
-        for (total, tile) in total[HEADER..].iter_mut().zip(&tile[HEADER..]) {
-            *total = tile.mul_add(new, *total * old);
+        assert!(self.tile.len() == self.total.len() && self.record >= HEADER);
+        let batch = LANES * self.record;
+        for (tile, total) in self.tile.chunks(batch).zip(self.total.chunks_mut(batch)) {
+            let records = tile
+                .chunks_exact(self.record)
+                .zip(total.chunks_exact_mut(self.record));
+            // What the maximum of both is above each, in a lane per query.
+            let (mut old, mut new) = ([0.0; LANES], [0.0; LANES]);
+            for (i, (tile, total)) in records.enumerate() {
+                let m = if total[M] > tile[M] {
+                    total[M]
+                } else {
+                    tile[M]
+                };
+                (old[i], new[i]) = (total[M] - m, tile[M] - m);
+                total[M] = m;
+            }
+            // SAFETY: the processor's instruction set is the caller's promise; the arrays have 16 lanes, and
+            // accumulators are whole vectors.
+            unsafe {
+                let old = S::to_array(math::exp2::<S>(S::load(old.as_ptr())));
+                let new = S::to_array(math::exp2::<S>(S::load(new.as_ptr())));
+                let records = tile
+                    .chunks_exact(self.record)
+                    .zip(total.chunks_exact_mut(self.record));
+                for ((tile, total), (old, new)) in records.zip(old.into_iter().zip(new)) {
+                    total[L] = tile[L].mul_add(new, total[L] * old);
+                    let tile = tile[HEADER..].as_chunks::<LANES>().0;
+                    let total = total[HEADER..].as_chunks_mut::<LANES>().0;
+                    for (tile, total) in tile.iter().zip(total) {
+                        let before = S::mul(S::load(total.as_ptr()), S::splat(old));
+                        let sum = S::fma(S::load(tile.as_ptr()), S::splat(new), before);
+                        S::store(total.as_mut_ptr(), sum);
+                    }
+                }
+            }
         }
     }
 }

@@ -186,9 +186,20 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
-    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I) {
-        store_bytes(high, both!(_mm256_srli_epi32::<7>, x), 0xff);
-        store_bytes(low, x, 0x7f);
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: [Self::I; 4]) {
+        let mask = _mm256_set1_epi32(0x3fff);
+        let seven = _mm256_set1_epi16(0x7f);
+        for half in 0..2 {
+            // Packing saturates, so what else stands in a lane goes first.
+            let code = |n: usize| _mm256_and_si256(x[n][half], mask);
+            let a = _mm256_packs_epi32(code(0), code(1));
+            let b = _mm256_packs_epi32(code(2), code(3));
+            let packed = _mm256_packus_epi16(_mm256_srli_epi16::<7>(a), _mm256_srli_epi16::<7>(b));
+            _mm256_storeu_si256(high.add(32 * half).cast(), packed);
+            let packed =
+                _mm256_packus_epi16(_mm256_and_si256(a, seven), _mm256_and_si256(b, seven));
+            _mm256_storeu_si256(low.add(32 * half).cast(), packed);
+        }
     }
 
     #[inline(always)]
@@ -305,20 +316,6 @@ impl Simd for Avx2 {
     unsafe fn prefetch(at: *const u8) {
         _mm_prefetch::<_MM_HINT_T1>(at.cast());
     }
-}
-
-/// Writes the low byte of each lane under a mask.
-#[inline(always)]
-unsafe fn store_bytes(to: *mut i8, x: [__m256i; 2], mask: i32) {
-    let mask = _mm256_set1_epi32(mask);
-    let words = _mm256_packus_epi32(_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask));
-    // Packing works within halves, so the lanes are now 0-3, 8-11, 4-7, 12-15.
-    let words = _mm256_permute4x64_epi64::<0b11_01_10_00>(words);
-    let bytes = _mm_packus_epi16(
-        _mm256_castsi256_si128(words),
-        _mm256_extracti128_si256::<1>(words),
-    );
-    _mm_storeu_si128(to.cast(), bytes);
 }
 
 /// `vpmaddubsw` adds two u8*i8 products in a saturating i16. Codes below 128 cannot saturate it: 2 * 127 * 127 = 32258.

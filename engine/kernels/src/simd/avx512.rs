@@ -27,7 +27,7 @@ pub(crate) struct Avx512;
 
 impl Simd for Avx512 {
     const REGISTERS: usize = 32;
-    const QUERIES: usize = 8;
+    const QUERIES: usize = 12;
     type F = __m512;
     type I = __m512i;
     type B = __m512i;
@@ -161,10 +161,16 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I) {
-        let seven = _mm512_set1_epi32(0x7f);
-        _mm_storeu_si128(high.cast(), _mm512_cvtepi32_epi8(_mm512_srli_epi32::<7>(x)));
-        _mm_storeu_si128(low.cast(), _mm512_cvtepi32_epi8(_mm512_and_si512(x, seven)));
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: [Self::I; 4]) {
+        // Packing saturates, so what else stands in a lane goes first.
+        let code = |x| _mm512_and_si512(x, _mm512_set1_epi32(0x3fff));
+        let a = _mm512_packs_epi32(code(x[0]), code(x[1]));
+        let b = _mm512_packs_epi32(code(x[2]), code(x[3]));
+        let packed = _mm512_packus_epi16(_mm512_srli_epi16::<7>(a), _mm512_srli_epi16::<7>(b));
+        _mm512_storeu_si512(high.cast(), packed);
+        let seven = _mm512_set1_epi16(0x7f);
+        let packed = _mm512_packus_epi16(_mm512_and_si512(a, seven), _mm512_and_si512(b, seven));
+        _mm512_storeu_si512(low.cast(), packed);
     }
 
     #[inline(always)]

@@ -143,11 +143,16 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
-    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: Self::I) {
-        // SAFETY: 16 bytes each are writable, by the trait's contract.
-        unsafe {
-            high.cast::<[i8; LANES]>().write(x.map(|x| (x >> 7) as i8));
-            low.cast::<[i8; LANES]>().write(x.map(|x| (x & 0x7f) as i8));
+    unsafe fn store_halves(high: *mut i8, low: *mut i8, x: [Self::I; 4]) {
+        for (n, x) in x.into_iter().enumerate() {
+            for (lane, x) in x.into_iter().enumerate() {
+                let at = lane / 4 * 16 + 4 * n + lane % 4;
+                // SAFETY: 64 bytes each are writable, by the trait's contract.
+                unsafe {
+                    high.add(at).write((x >> 7 & 0x7f) as i8);
+                    low.add(at).write((x & 0x7f) as i8);
+                }
+            }
         }
     }
 
