@@ -47,7 +47,7 @@ use tensors::Tensors;
 /// Names the arithmetic of the kernels and of the decoder. Bumped with every change
 /// that may change a bit of K, V or logits.
 const ARITHMETIC: &[u8] =
-    b"baton arithmetic 1: int8 activations per 32, f32 sums in K order, kv tiles of 256";
+    b"baton arithmetic 2: int8 activations per 32, f32 sums in K order, kv tiles of 256, weights 2^x";
 
 /// Names how weights are converted at load. Bumped with every change that may change a
 /// bit of a converted weight.
@@ -55,7 +55,8 @@ const CONVERSION: &[u8] = b"baton weights 1: Q8_0, Q4_1 by least squares";
 
 /// Names how K and V become codes and are multiplied. Bumped with every change that may
 /// change a bit of either.
-const CODES: &[u8] = b"baton kv codes 1: f16 scale and minimum, 14-bit weights per kv tile";
+const CODES: &[u8] =
+    b"baton kv codes 2: f16 scale and minimum, 14-bit weights of the largest scale per kv tile";
 
 const CONFIG_BYTES_MAX: u64 = 16 << 20;
 

@@ -26,9 +26,9 @@ use crate::kv::{KvDtype, KvView};
 use crate::math::LOG2_E;
 use crate::simd::{BFloat16, Float16, Float32, dispatch};
 use crate::{Isa, Kernels, Scratch};
-use codes::{CodeTile, Int4, Int8, Queries};
+use codes::{CodeTile, Int4, Int8, PackQuery, Queries};
 use floats::FloatTile;
-use tile::{HEADER, Merge, Place};
+use tile::{Finish, HEADER, Merge, Place};
 
 /// Positions of a tile: partial results exist per tile and merge in order.
 pub const KV_TILE: usize = 256;
@@ -381,11 +381,19 @@ impl<'a> Call<'a> {
                     + (item.first_head + head) * dim;
                 let (q, query) = (&self.q[at..at + dim], row * item.heads + head);
                 if codes {
-                    Queries::pack(to, queries, query, q, self.params.score_scale());
+                    let pack = PackQuery {
+                        memory: to,
+                        queries,
+                        query,
+                        q,
+                        score_scale: self.params.score_scale(),
+                    };
+                    // SAFETY: the instruction set was checked.
+                    unsafe { dispatch(self.isa, pack) };
                     continue;
                 }
-                for (d, q) in q.iter().enumerate() {
-                    to[d * queries + query] = *q;
+                for (to, q) in to[query..].iter_mut().step_by(queries).zip(q) {
+                    *to = *q;
                 }
             }
         }
@@ -492,13 +500,13 @@ impl<'a> Call<'a> {
             let at = ((item.first_row + row) * self.params.heads + item.first_head) * dim;
             // SAFETY: these heads of this row belong to this item only.
             let out = unsafe { self.out.slice(at..at + item.heads * dim) };
-            let records = total[row * item.heads * self.record..].chunks_exact(self.record);
-            for (out, record) in out.chunks_exact_mut(dim).zip(records) {
-                let inverse = 1.0 / record[tile::L];
-                for (out, acc) in out.iter_mut().zip(&record[HEADER..]) {
-                    *out = acc * inverse;
-                }
-            }
+            let finish = Finish {
+                records: &total[row * item.heads * self.record..],
+                record: self.record,
+                out,
+            };
+            // SAFETY: the instruction set was checked.
+            unsafe { dispatch(self.isa, finish) };
         }
     }
 }

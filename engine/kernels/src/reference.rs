@@ -5,7 +5,7 @@
 
 use half::{bf16, f16};
 
-use crate::attention::codes::{WEIGHT_MAX, groups, quantize_query};
+use crate::attention::codes::{QUERY_MAX, WEIGHT_MAX, groups};
 use crate::format::{DecodedBlock, WeightType, decode_block, read_floats};
 use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN, KvDtype, KvShape, KvView};
 use crate::math::{self, LANES, tree_max, tree_sum};
@@ -284,6 +284,26 @@ pub struct Query {
     values: Vec<f32>,
     score_scale: f32,
     groups: Vec<(f32, f32, Vec<i8>)>,
+}
+
+/// Codes of one group of a query, one per value. Returns the scale and the scaled sum.
+fn quantize_query(q: &[f32], score_scale: f32, codes: &mut [i8]) -> (f32, f32) {
+    // On the bits, so that a NaN is the largest and makes the scale NaN.
+    let largest = f32::from_bits(q.iter().map(|q| q.abs().to_bits()).max().unwrap_or(0));
+    let scale = largest / QUERY_MAX;
+    let inverse = 1.0 / scale;
+    if inverse == f32::INFINITY {
+        codes.fill(0);
+        return (0.0, 0.0);
+    }
+    let mut sum = 0;
+    for (code, q) in codes.iter_mut().zip(q) {
+        // Rounds to nearest, ties to even; the integer stands in the low bits.
+        *code = (q * inverse + math::ROUND_MAGIC).to_bits() as i8;
+        sum += i32::from(*code);
+    }
+    let scale = scale * score_scale;
+    (scale, scale * sum as f32)
 }
 
 impl Query {

@@ -154,7 +154,7 @@ impl<E: Element> Kernel for Store<'_, E> {
     }
 }
 
-/// Most codes of a format, less one.
+/// Largest code of a format, and whether two share a byte.
 trait Levels {
     const MAX: f32;
     const NIBBLES: bool;
@@ -173,6 +173,11 @@ impl Levels for Int4 {
     const NIBBLES: bool = true;
 }
 
+/// Slots whose codes share the lines of V.
+const QUAD: usize = 4;
+/// Bytes of a line of codes: four of each of 16 slots of K, or of 16 dimensions (32 with int4) of V.
+const LINE: usize = 64;
+
 struct StoreCodes<'a, C> {
     rows: Rows<'a>,
     is_k: bool,
@@ -186,67 +191,113 @@ impl<C: Levels> Kernel for StoreCodes<'_, C> {
     unsafe fn run<S: Simd>(self) {
         let dim = self.rows.kv.shape().head_dim as usize;
         let headers = groups(dim).count() * GROUP_HEADER;
-        for t in 0..self.rows.slots.len() {
-            let (span, slot) = self.rows.place(t, self.is_k);
-            let x = self.rows.row(t);
-            // Where four codes (K: dimensions) or one (V) of this slot lie in a line, and how far it is from one line of
-            // 16 dimensions of V (32 with int4) to the next of the same dimensions: see `kv`.
-            let (lane, quad_lines) = if self.is_k {
-                (4 * slot, 0)
-            } else if C::NIBBLES {
-                (slot % 4, dim.div_ceil(2 * LANES))
+        let line_dims = if C::NIBBLES { 2 * LANES } else { LANES };
+        let mut t = 0;
+        while t < self.rows.slots.len() {
+            // Four positions of V fill whole lines; K of one slot is four bytes here and there, whatever comes with it.
+            let count = if !self.is_k && self.rows.is_quad(t) {
+                QUAD
             } else {
-                (slot % 4, dim / LANES)
+                1
             };
-            let lines = headers + slot / 4 * quad_lines * 64 + lane;
+            let (span, slot) = self.rows.place(t, self.is_k);
             for (g, dims) in groups(dim).enumerate() {
-                let mut codes = [0u8; KV_GROUP];
-                let (scale, minimum) = quantize(&x[dims.clone()], C::MAX, &mut codes);
-                // SAFETY: the slot's entries of the group's header and lines lie inside its span; writing them is the
-                // caller's promise.
+                let mut codes = [[0u8; KV_GROUP]; QUAD];
+                // SAFETY: the processor's instruction set is the caller's promise; the slots' entries of the group's
+                // header and lines lie inside their span, as `kv` draws it; writing them is the caller's promise.
                 unsafe {
                     let header = span.add(g * GROUP_HEADER).cast::<u16>().add(slot);
-                    header.write(scale);
-                    header.add(KV_SPAN).write(minimum);
-                    // 16 dimensions, `codes[16 * i..]`, are four steps of K or one of V.
-                    for i in 0..dims.len() / LANES {
-                        let d = dims.start + i * LANES;
-                        let codes = codes[i * LANES..][..LANES].as_ptr();
-                        let next = if C::NIBBLES { codes.add(LANES) } else { codes };
-                        match (self.is_k, C::NIBBLES) {
-                            (true, false) => {
-                                for quad in 0..4 {
-                                    let to = span.add(lines + (d / 4 + quad) * 64);
-                                    to.cast::<[u8; 4]>()
-                                        .write(codes.add(4 * quad).cast::<[u8; 4]>().read());
-                                }
-                            }
-                            (true, true) => {
-                                for pair in 0..2 {
-                                    let to = span.add(lines + (d / 8 + pair) * 64);
-                                    for j in 0..4 {
-                                        let at = codes.add(8 * pair + j);
-                                        to.add(j).write(at.read() | at.add(4).read() << 4);
-                                    }
-                                }
-                            }
-                            (false, false) => {
-                                let to = span.add(lines + d / LANES * 64);
-                                for j in 0..LANES {
-                                    to.add(4 * j).write(codes.add(j).read());
-                                }
-                            }
-                            (false, true) if i % 2 == 0 => {
-                                let to = span.add(lines + d / (2 * LANES) * 64);
-                                // A group's codes are filled up with zeros, so an odd last 16 pair with those.
-                                for j in 0..LANES {
-                                    to.add(4 * j)
-                                        .write(codes.add(j).read() | next.add(j).read() << 4);
-                                }
-                            }
-                            (false, true) => {}
-                        }
+                    for (i, codes) in codes[..count].iter_mut().enumerate() {
+                        let x = &self.rows.row(t + i)[dims.clone()];
+                        let (scale, minimum) = quantize::<S>(x, C::MAX, codes);
+                        header.add(i).write(scale);
+                        header.add(KV_SPAN + i).write(minimum);
                     }
+                    if self.is_k {
+                        let dims_of_step = line_dims / 4;
+                        let first = headers + dims.start / dims_of_step * LINE + 4 * slot;
+                        let steps = dims.len() / dims_of_step;
+                        store_k::<C>(&codes[0], span.add(first), steps);
+                    } else {
+                        let of_quad = slot / QUAD * dim.div_ceil(line_dims);
+                        let first = headers + (of_quad + dims.start / line_dims) * LINE;
+                        let lines = dims.len().div_ceil(line_dims);
+                        store_v::<C>(&codes[..count], span.add(first + slot % QUAD), lines);
+                    }
+                }
+            }
+            t += count;
+        }
+    }
+}
+
+impl Rows<'_> {
+    /// Whether rows `t..t + 4` are the four positions of a line of V.
+    #[inline(always)]
+    fn is_quad(&self, t: usize) -> bool {
+        let Some(slots) = self.slots.get(t..t + QUAD) else {
+            return false;
+        };
+        let (block, slot) = slots[0];
+        let follows = |i: usize| slots[i].0 == block && slots[i].1 == slot + i as u32;
+        // Block sizes are multiples of four, so the other three are in the block if the first is.
+        (slot as usize).is_multiple_of(QUAD) && (1..QUAD).all(follows)
+    }
+}
+
+/// Writes one slot's codes of K, four bytes in each of `steps` lines: four dimensions, with int4 in the low nibbles, and
+/// four more in the high ones.
+///
+/// # Safety
+/// The slot's bytes of the lines from `to` on are writable.
+#[inline(always)]
+unsafe fn store_k<C: Levels>(codes: &[u8; KV_GROUP], to: *mut u8, steps: usize) {
+    let quads = codes.as_chunks::<4>().0;
+    let quad = |i: usize| u32::from_le_bytes(quads[i]);
+    for step in 0..steps {
+        let four = if C::NIBBLES {
+            quad(2 * step) | quad(2 * step + 1) << 4
+        } else {
+            quad(step)
+        };
+        // SAFETY: the caller's promise.
+        unsafe {
+            to.add(step * LINE)
+                .cast::<[u8; 4]>()
+                .write(four.to_le_bytes())
+        };
+    }
+}
+
+/// Writes codes of V of one slot or all four of a quad, a byte per slot and dimension; with int4 16 dimensions are in the
+/// low nibbles of a line and the next 16, which may be the filling zeros, in the high ones.
+///
+/// # Safety
+/// The slots' bytes of the lines from `to` on are writable.
+#[inline(always)]
+unsafe fn store_v<C: Levels>(codes: &[[u8; KV_GROUP]], to: *mut u8, lines: usize) {
+    let byte = |slot: usize, line: usize, d: usize| {
+        let codes = &codes[slot];
+        if C::NIBBLES {
+            codes[2 * line * LANES + d] | codes[(2 * line + 1) * LANES + d] << 4
+        } else {
+            codes[line * LANES + d]
+        }
+    };
+    for line in 0..lines {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let to = to.add(line * LINE);
+            if codes.len() == QUAD {
+                let fours: [u32; LANES] = std::array::from_fn(|d| {
+                    let of = |slot| byte(slot, line, d);
+                    u32::from_le_bytes([of(0), of(1), of(2), of(3)])
+                });
+                to.cast::<[u8; LINE]>()
+                    .write(bytemuck::cast(fours.map(u32::to_le)));
+            } else {
+                for d in 0..LANES {
+                    to.add(QUAD * d).write(byte(0, line, d));
                 }
             }
         }
@@ -255,29 +306,56 @@ impl<C: Levels> Kernel for StoreCodes<'_, C> {
 
 /// Codes `0..=max` of a group of up to 64 values. Returns the bits of scale and minimum as f16. A group with a value
 /// that is not finite, or beyond f16, has a scale or a minimum that is not finite either.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
 #[inline(always)]
-fn quantize(x: &[f32], max: f32, codes: &mut [u8; KV_GROUP]) -> (u16, u16) {
-    let (mut least, mut most, mut finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
-    for x in x {
-        least = if *x < least { *x } else { least };
-        most = if *x > most { *x } else { most };
-        finite &= x.is_finite();
-    }
-    if !finite {
-        return (f16::NAN.to_bits(), f16::NAN.to_bits());
-    }
-    let minimum = f16::from_f32(least);
-    let scale = f16::from_f32((most - minimum.to_f32()) / max);
-    let inverse = 1.0 / scale.to_f32();
-    // All values are the minimum, or so near that an f16 cannot tell them apart.
-    if inverse.is_finite() {
-        for (code, x) in codes.iter_mut().zip(x) {
-            let code_float = (x - minimum.to_f32()) * inverse;
-            let code_float = if code_float > 0.0 { code_float } else { 0.0 };
-            let code_float = if code_float < max { code_float } else { max };
-            // Rounds to nearest, ties to even; the integer stands in the low bits.
-            *code = (code_float + ROUND_MAGIC).to_bits() as u8;
+unsafe fn quantize<S: Simd>(x: &[f32], max: f32, codes: &mut [u8; KV_GROUP]) -> (u16, u16) {
+    let vectors = x.as_chunks::<LANES>().0;
+    // SAFETY: the caller's promise; every vector has 16 values.
+    unsafe {
+        let negative = |x| S::sub(S::splat(-0.0), x);
+        let mut most = S::splat(f32::NEG_INFINITY);
+        // The least, negated.
+        let mut least = most;
+        let mut largest = 0;
+        for x in vectors {
+            let x = S::load(x.as_ptr());
+            most = S::max(x, most);
+            least = S::max(negative(x), least);
+            largest = S::max_abs(x, x).to_bits().max(largest);
         }
+        if largest >= f32::INFINITY.to_bits() {
+            return (f16::NAN.to_bits(), f16::NAN.to_bits());
+        }
+        let (most, least) = (S::tree_max(most), -S::tree_max(least));
+        let (minimum_bits, minimum) = round::<S>(least);
+        let (scale_bits, scale) = round::<S>((most - minimum) / max);
+        let inverse = 1.0 / scale;
+        // Else all values are the minimum, or so near that an f16 cannot tell them apart.
+        if inverse.is_finite() {
+            for (codes, x) in codes.as_chunks_mut::<LANES>().0.iter_mut().zip(vectors) {
+                let above = S::sub(S::load(x.as_ptr()), S::splat(minimum));
+                let code = S::mul(above, S::splat(inverse));
+                let code = S::min(S::max(code, S::splat(0.0)), S::splat(max));
+                // Rounds to nearest, ties to even; the integer stands in the low bits.
+                let code = S::bits(S::add(code, S::splat(ROUND_MAGIC)));
+                *codes = S::low_bytes(code).map(|code| code as u8);
+            }
+        }
+        (scale_bits, minimum_bits)
     }
-    (scale.to_bits(), minimum.to_bits())
+}
+
+/// A value rounded to f16: its bits, and what they stand for.
+///
+/// # Safety
+/// The processor has `S`'s instruction set.
+#[inline(always)]
+unsafe fn round<S: Simd>(x: f32) -> (u16, f32) {
+    // SAFETY: the caller's promise; `bits` has 16 elements.
+    unsafe {
+        let bits = S::to_f16(S::splat(x));
+        (bits[0], S::to_array(S::load_f16(bits.as_ptr()))[0])
+    }
 }

@@ -38,7 +38,8 @@ use std::marker::PhantomData;
 use std::ops::Range;
 
 use super::tile::{
-    self, Ahead, BLOCK, HEADER, L, M, Place, SOFTMAX_CYCLES, SPANS, Spans, TakeWeights, is_whole, lanes, over_queries,
+    self, Ahead, BLOCK, HEADER, L, M, Place, SOFTMAX_CYCLES, SPANS, Spans, TakeWeights, is_whole,
+    lanes, over_queries,
 };
 use super::{AttentionParams, KV_TILE, QUERIES};
 use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN};
@@ -50,7 +51,7 @@ pub(crate) const WEIGHT_MAX: f32 = 16_383.0;
 /// What `high` counts.
 const WEIGHT_HIGH: f32 = 128.0;
 /// Largest code of a query.
-const QUERY_MAX: f32 = 127.0;
+pub(crate) const QUERY_MAX: f32 = 127.0;
 
 /// Bytes of one line of codes, a step of 16 dot products (two steps with int4).
 const LINE: usize = 64;
@@ -89,28 +90,6 @@ pub(crate) fn groups(head_dim: usize) -> impl Iterator<Item = Range<usize>> {
         .map(move |first| first..(first + KV_GROUP).min(head_dim))
 }
 
-/// Codes of one group of a query, one per value. Returns `(qs, qsum)`.
-#[inline(always)]
-pub(crate) fn quantize_query(q: &[f32], score_scale: f32, codes: &mut [i8]) -> (f32, f32) {
-    // On the bits, so that a NaN is the largest and makes the scale NaN.
-    let largest = f32::from_bits(q.iter().map(|q| q.abs().to_bits()).max().unwrap_or(0));
-    let scale = largest / QUERY_MAX;
-    let inverse = 1.0 / scale;
-    // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
-    if inverse == f32::INFINITY {
-        codes.fill(0);
-        return (0.0, 0.0);
-    }
-    let mut sum = 0;
-    for (code, q) in codes.iter_mut().zip(q) {
-        // Rounds to nearest, ties to even; the integer stands in the low bits.
-        *code = (q * inverse + ROUND_MAGIC).to_bits() as i8;
-        sum += i32::from(*code);
-    }
-    let scale = scale * score_scale;
-    (scale, scale * sum as f32)
-}
-
 /// The queries of an item, quantised once per call.
 ///
 /// ```text
@@ -123,24 +102,6 @@ pub(super) struct Queries<'a> {
 }
 
 impl Queries<'_> {
-    /// Stores one query as number `query` of `queries`.
-    #[inline(always)]
-    pub fn pack(memory: &mut [f32], queries: usize, query: usize, q: &[f32], score_scale: f32) {
-        let (codes, scales) = memory.split_at_mut(q.len() / 4 * queries);
-        let codes: &mut [[i8; 4]] = bytemuck::cast_slice_mut(codes);
-        let (scales, sums) = scales.split_at_mut(q.len().div_ceil(KV_GROUP) * queries);
-        for (g, dims) in groups(q.len()).enumerate() {
-            let mut group = [0i8; KV_GROUP];
-            let group = &mut group[..dims.len()];
-            let (scale, sum) = quantize_query(&q[dims.clone()], score_scale, group);
-            scales[g * queries + query] = scale;
-            sums[g * queries + query] = sum;
-            for (i, quad) in group.as_chunks::<4>().0.iter().enumerate() {
-                codes[(dims.start / 4 + i) * queries + query] = *quad;
-            }
-        }
-    }
-
     #[inline(always)]
     fn groups(&self) -> usize {
         self.head_dim.div_ceil(KV_GROUP)
@@ -161,6 +122,62 @@ impl Queries<'_> {
     #[inline(always)]
     fn sum(&self, group: usize, at: usize) -> *const f32 {
         self.scale(group + self.groups(), at)
+    }
+}
+
+/// Quantises one query and stores it as number `query` of `queries`, as [`Queries`] has it.
+pub(super) struct PackQuery<'a> {
+    pub memory: &'a mut [f32],
+    pub queries: usize,
+    pub query: usize,
+    pub q: &'a [f32],
+    pub score_scale: f32,
+}
+
+impl Kernel for PackQuery<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let dim = self.q.len();
+        let (codes, scales) = self.memory.split_at_mut(dim / 4 * self.queries);
+        let codes: &mut [[i8; 4]] = bytemuck::cast_slice_mut(codes);
+        let (scales, sums) = scales.split_at_mut(dim.div_ceil(KV_GROUP) * self.queries);
+        for (g, dims) in groups(dim).enumerate() {
+            // Filled up with zeros, which change neither maximum nor sum.
+            let mut group = [0i8; KV_GROUP];
+            let vectors = self.q[dims.clone()].as_chunks::<LANES>().0;
+            // SAFETY: the processor's instruction set is the caller's promise, and every vector has 16 values.
+            let (scale, sum) = unsafe {
+                let largest = vectors.iter().fold(0.0f32, |largest, q| {
+                    let q = S::load(q.as_ptr());
+                    // On the bits, so that a NaN is the largest and makes the scale NaN.
+                    f32::from_bits(largest.to_bits().max(S::max_abs(q, q).to_bits()))
+                });
+                let scale = largest / QUERY_MAX;
+                let inverse = 1.0 / scale;
+                // Zero, or so small that its inverse is not a number to multiply by: the group counts as zero.
+                if inverse == f32::INFINITY {
+                    (0.0, 0.0)
+                } else {
+                    for (codes, q) in group.as_chunks_mut::<LANES>().0.iter_mut().zip(vectors) {
+                        let q = S::mul(S::load(q.as_ptr()), S::splat(inverse));
+                        // Rounds to nearest, ties to even; the integer stands in the low bits.
+                        *codes = S::low_bytes(S::bits(S::add(q, S::splat(ROUND_MAGIC))));
+                    }
+                    let scale = scale * self.score_scale;
+                    let sum: i32 = S::quarter_sums(group.as_ptr()).iter().sum();
+                    (scale, scale * sum as f32)
+                }
+            };
+            scales[g * self.queries + self.query] = scale;
+            sums[g * self.queries + self.query] = sum;
+            let first = dims.start / 4 * self.queries + self.query;
+            let to = codes[first..].iter_mut().step_by(self.queries);
+            for (to, quad) in to.zip(group[..dims.len()].as_chunks::<4>().0) {
+                *to = *quad;
+            }
+        }
     }
 }
 

@@ -241,7 +241,7 @@ unsafe fn score_spans<S: Simd, E: Element, const Q: usize, const N: usize>(
 ) {
     // SAFETY: the caller's promise, in all of it.
     unsafe {
-        let mut acc = [[S::splat(0.0); Q]; N];
+        let mut acc = [[S::splat(0.0); N]; Q];
         for dims in (0..params.head_dim).step_by(LANES) {
             ahead.passed(N * Q * LANES);
             for d in dims..dims + LANES {
@@ -250,15 +250,16 @@ unsafe fn score_spans<S: Simd, E: Element, const Q: usize, const N: usize>(
                     lanes[n] = E::load::<S>(k[n].add(d * KV_SPAN * E::BYTES));
                 }
                 let q = q.add(d * stride);
-                for (acc, lanes) in acc.iter_mut().zip(lanes) {
-                    for (i, acc) in acc.iter_mut().enumerate() {
-                        *acc = S::fma(S::splat(*q.add(i)), lanes, *acc);
+                for (i, acc) in acc.iter_mut().enumerate() {
+                    let q = S::splat(*q.add(i));
+                    for (acc, lanes) in acc.iter_mut().zip(lanes) {
+                        *acc = S::fma(q, lanes, *acc);
                     }
                 }
             }
         }
-        for (n, acc) in acc.into_iter().enumerate() {
-            for (i, acc) in acc.into_iter().enumerate() {
+        for (i, acc) in acc.into_iter().enumerate() {
+            for (n, acc) in acc.into_iter().enumerate() {
                 let score = S::mul(acc, S::splat(params.score_scale()));
                 let score = tile::capped::<S>(score, params.soft_cap);
                 S::store(to.add(i * KV_TILE + n * KV_SPAN), score);

@@ -202,7 +202,7 @@ impl Ahead {
 const NEAR_BYTES: usize = 20 << 10;
 
 /// Cycles that the softmax takes per 16 scores.
-pub(super) const SOFTMAX_CYCLES: usize = 10;
+pub(super) const SOFTMAX_CYCLES: usize = 18;
 
 /// Spans whose weights are made together. A tile is whole blocks of them.
 pub(super) const BLOCK: usize = 4;
@@ -390,6 +390,35 @@ impl Kernel for Merge<'_> {
                         let sum = S::fma(S::load(tile.as_ptr()), S::splat(new), before);
                         S::store(total.as_mut_ptr(), sum);
                     }
+                }
+            }
+        }
+    }
+}
+
+/// Writes `acc / l` of some queries.
+pub(super) struct Finish<'a> {
+    pub records: &'a [f32],
+    /// f32 of a record.
+    pub record: usize,
+    /// `[queries][head_dim]`
+    pub out: &'a mut [f32],
+}
+
+impl Kernel for Finish<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    unsafe fn run<S: Simd>(self) {
+        let rows = self.out.chunks_exact_mut(self.record - HEADER);
+        for (out, record) in rows.zip(self.records.chunks_exact(self.record)) {
+            let inverse = 1.0 / record[L];
+            let acc = record[HEADER..].as_chunks::<LANES>().0;
+            for (out, acc) in out.as_chunks_mut::<LANES>().0.iter_mut().zip(acc) {
+                // SAFETY: the processor's instruction set is the caller's promise, and both have 16 values.
+                unsafe {
+                    let value = S::mul(S::load(acc.as_ptr()), S::splat(inverse));
+                    S::store(out.as_mut_ptr(), value);
                 }
             }
         }

@@ -189,17 +189,18 @@ impl Simd for Avx2 {
     unsafe fn store_halves(high: *mut i8, low: *mut i8, x: [Self::I; 4]) {
         let mask = _mm256_set1_epi32(0x3fff);
         let seven = _mm256_set1_epi16(0x7f);
-        for half in 0..2 {
-            // Packing saturates, so what else stands in a lane goes first.
-            let code = |n: usize| _mm256_and_si256(x[n][half], mask);
-            let a = _mm256_packs_epi32(code(0), code(1));
-            let b = _mm256_packs_epi32(code(2), code(3));
-            let packed = _mm256_packus_epi16(_mm256_srli_epi16::<7>(a), _mm256_srli_epi16::<7>(b));
-            _mm256_storeu_si256(high.add(32 * half).cast(), packed);
-            let packed =
-                _mm256_packus_epi16(_mm256_and_si256(a, seven), _mm256_and_si256(b, seven));
-            _mm256_storeu_si256(low.add(32 * half).cast(), packed);
-        }
+        // Packing saturates, so what else stands in a lane goes first.
+        let code = x.map(|x| [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)]);
+        let a = both!(_mm256_packs_epi32, code[0], code[1]);
+        let b = both!(_mm256_packs_epi32, code[2], code[3]);
+        let top = |x| _mm256_srli_epi16::<7>(x);
+        let packed = both!(_mm256_packus_epi16, a.map(top), b.map(top));
+        _mm256_storeu_si256(high.cast(), packed[0]);
+        _mm256_storeu_si256(high.add(32).cast(), packed[1]);
+        let bottom = |x| _mm256_and_si256(x, seven);
+        let packed = both!(_mm256_packus_epi16, a.map(bottom), b.map(bottom));
+        _mm256_storeu_si256(low.cast(), packed[0]);
+        _mm256_storeu_si256(low.add(32).cast(), packed[1]);
     }
 
     #[inline(always)]
