@@ -16,6 +16,7 @@
 pub(crate) mod codes;
 mod floats;
 mod tile;
+pub(crate) mod weights;
 
 use std::marker::PhantomData;
 use std::ops::Range;
@@ -148,7 +149,7 @@ impl Kernels {
 
         let record = HEADER + params.head_dim;
         let per_thread = QUERIES * (params.head_dim + KV_TILE + 2 * record)
-            + codes::working_memory(params.head_dim);
+            + weights::working_memory(params.head_dim);
         let work = Shared::new(scratch.floats.take(self.threads() * per_thread));
         let call = Call {
             isa: self.isa(),
@@ -298,7 +299,7 @@ struct Workspace<'a> {
     q: &'a mut [f32],
     /// `[queries][KV_TILE]`
     scores: &'a mut [f32],
-    /// [`codes::working_memory`]
+    /// [`weights::working_memory`]
     weights: &'a mut [f32],
 }
 
@@ -340,7 +341,7 @@ impl<'a> Call<'a> {
     fn workspace<'w>(&self, memory: &'w mut [f32]) -> (Workspace<'w>, Records<'w>) {
         let (q, memory) = memory.split_at_mut(QUERIES * self.params.head_dim);
         let (scores, memory) = memory.split_at_mut(QUERIES * KV_TILE);
-        let codes = codes::working_memory(self.params.head_dim);
+        let codes = weights::working_memory(self.params.head_dim);
         let (weights, memory) = memory.split_at_mut(codes);
         let (tile, total) = memory.split_at_mut(QUERIES * self.record);
         (Workspace { q, scores, weights }, Records { tile, total })

@@ -5,7 +5,8 @@
 
 use half::{bf16, f16};
 
-use crate::attention::codes::{QUERY_MAX, WEIGHT_MAX, groups};
+use crate::attention::codes::{QUERY_MAX, groups};
+use crate::attention::weights::WEIGHT_MAX;
 use crate::format::{DecodedBlock, WeightType, decode_block, read_floats};
 use crate::kv::{GROUP_HEADER, KV_GROUP, KV_SPAN, KvDtype, KvShape, KvView};
 use crate::math::{self, LANES, tree_max, tree_sum};
