@@ -202,6 +202,19 @@ pub trait Backend: Send {
         out: &mut [f32],
     );
 
+    /// The lowest id of the highest of the first `known` values of each row that
+    /// [`logits`](Self::logits) would give, none where `known` is 0; `out` is replaced.
+    /// Where one of those values is not finite, it returns false instead.
+    fn best(
+        &mut self,
+        matrix: &Self::Matrix,
+        input: Input<'_, Self>,
+        rows: usize,
+        soft_cap: Option<f32>,
+        known: u32,
+        out: &mut Vec<Option<TokenId>>,
+    ) -> bool;
+
     /// Copies whole blocks within a group's pool: (from, to), all in range.
     fn copy_blocks(&mut self, group: usize, pairs: &[(u32, u32)]);
 

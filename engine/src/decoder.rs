@@ -9,7 +9,7 @@
 //! per layer:
 //!   q k v = rope(qk_norm(qkv(norm(x))));  store k, v;  x += post(o(attention(q)))
 //!   x += post(down(act(gate(norm(x))) * up(norm(x))))
-//! logits = soft_cap(head(norm(x)))            rows that want them
+//! logits = soft_cap(head(norm(x)))            rows that want them, or which id has the highest
 //! ```
 //!
 //! K and V are stored before the layer's attention, which therefore reads a chunk's
@@ -55,8 +55,8 @@ pub struct DecoderExecutor<B: Backend> {
     rows: StepRows,
     step: Option<Step>,
     steps: u64,
-    /// The logits buffer of an earlier step.
-    spare: Vec<f32>,
+    /// The output of an earlier step, for its buffers.
+    spare: StepOutput,
 }
 
 /// A step in flight.
@@ -167,7 +167,7 @@ impl<B: Backend> DecoderExecutor<B> {
             buffers,
             step: None,
             steps: 0,
-            spare: Vec::new(),
+            spare: StepOutput::default(),
         }
     }
 
@@ -306,26 +306,34 @@ impl<B: Backend> DecoderExecutor<B> {
         backend.add_normed(&mut buffers.x, &buffers.y, norm, eps, rows);
     }
 
-    /// Logits of the `live` rows, which by now are those that want them.
+    /// What the `live` rows, which by now are those that want logits, asked for.
     fn output(&mut self, live: usize, work: StepWork) -> StepOutput {
         let vocab_size = self.config.vocab;
-        let mut logits = std::mem::take(&mut self.spare);
-        logits.resize(live * vocab_size, 0.0);
+        let cap = self.config.final_soft_cap;
+        let head = self.weights.head();
+        let mut output = std::mem::take(&mut self.spare);
+        output.logits.clear();
+        output.best.clear();
+        (output.vocab_size, output.work) = (vocab_size, work);
+        let (x, backend) = (&self.buffers.x, &mut self.backend);
+        let input = || Input::Normed {
+            x,
+            weight: &self.weights.output_norm,
+            eps: self.config.norm_eps,
+        };
+        // Rows of greedy choices never come to memory. Where one is not finite, all do,
+        // so that the error can say where.
+        if let Some(known) = self.rows.only_best()
+            && backend.best(head, input(), live, cap, known, &mut output.best)
+        {
+            return output;
+        }
+        output.best.clear();
+        output.logits.resize(live * vocab_size, 0.0);
         if live > 0 {
-            let (buffers, backend) = (&mut self.buffers, &mut self.backend);
-            let input = Input::Normed {
-                x: &buffers.x,
-                weight: &self.weights.output_norm,
-                eps: self.config.norm_eps,
-            };
-            let cap = self.config.final_soft_cap;
-            backend.logits(self.weights.head(), input, live, cap, &mut logits);
+            backend.logits(head, input(), live, cap, &mut output.logits);
         }
-        StepOutput {
-            logits,
-            vocab_size,
-            work,
-        }
+        output
     }
 }
 
@@ -394,8 +402,8 @@ where
     }
 
     fn recycle(&mut self, output: StepOutput) {
-        if output.logits.capacity() > self.spare.capacity() {
-            self.spare = output.logits;
+        if output.logits.capacity() >= self.spare.logits.capacity() {
+            self.spare = output;
         }
     }
 

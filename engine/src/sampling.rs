@@ -126,6 +126,34 @@ impl Rules {
         History::replay(&self.params, prompt, output)
     }
 
+    /// Whether a draw is but the lowest id of the highest logit: then it needs no more of
+    /// them than [`LogitsWanted::Best`](crate::step::LogitsWanted::Best) of this many ids.
+    pub fn takes_best_of(&self, draw: Draw, history: &History) -> Option<u32> {
+        let is_plain = self.takes_highest(draw, history) && self.params.logprobs.is_none();
+        is_plain.then_some(self.tokenizer_size)
+    }
+
+    fn takes_highest(&self, draw: Draw, history: &History) -> bool {
+        self.params.is_greedy()
+            && self.params.logit_bias.is_empty()
+            && history.is_neutral()
+            && !self.masks_ends(draw)
+    }
+
+    fn masks_ends(&self, draw: Draw) -> bool {
+        draw.index < self.params.min_tokens && !self.ends.is_empty()
+    }
+
+    /// The token of a draw that [`takes_best_of`](Self::takes_best_of) the ids, from the
+    /// best of them.
+    ///
+    /// # Errors
+    /// No id is known.
+    pub fn take_best(best: Option<TokenId>) -> Result<SampledToken, Error> {
+        let id = best.ok_or(Error::NothingAllowed)?;
+        Ok(SampledToken { id, logprob: None })
+    }
+
     /// Draws the next token of a choice from its raw `logits: [vocab_size]`.
     ///
     /// # Errors
@@ -141,12 +169,8 @@ impl Rules {
             return Err(Error::NotFinite { id });
         }
         let known = &logits[..logits.len().min(self.tokenizer_size as usize)];
-        let masks_ends = draw.index < self.params.min_tokens && !self.ends.is_empty();
-        let id = if self.params.is_greedy()
-            && self.params.logit_bias.is_empty()
-            && history.is_neutral()
-            && !masks_ends
-        {
+        let masks_ends = self.masks_ends(draw);
+        let id = if self.takes_highest(draw, history) {
             select::arg_max(known).ok_or(Error::NothingAllowed)?
         } else {
             let Scratch {

@@ -36,6 +36,11 @@ pub enum LogitsWanted {
     None,
     Last,
     All,
+    /// Of the last position, only which of the first `known` ids has the highest logit.
+    /// An executor may give the logits instead.
+    Best {
+        known: u32,
+    },
 }
 
 /// A run of consecutive positions of one sequence.
@@ -70,9 +75,14 @@ pub enum StepEvent {
     Done(StepOutput),
 }
 
-/// Logits of the rows that asked for them.
+/// Logits of the rows that asked for them, or the best ids alone.
 #[derive(Debug, Default)]
 pub struct StepOutput {
+    /// Where it is not empty, there are no logits: one entry per row that asked for its
+    /// best id, in plan order. That is where all rows that asked for anything asked for
+    /// the best of as many ids, and all their logits are finite. The entry is the lowest
+    /// id of the highest logit, or nothing where no id is known.
+    pub best: Vec<Option<TokenId>>,
     /// `[rows that asked, in plan order, positions ascending][vocab_size]`, f32.
     pub logits: Vec<f32>,
     /// Width of one logits row.

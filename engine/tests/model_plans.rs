@@ -227,6 +227,54 @@ fn all_positions_logits_equal_those_of_single_steps() {
     }
 }
 
+/// The ids that a step of such rows gives alone, if it does.
+fn best_alone(runner: &mut Runner, rows: Vec<PlanRow>) -> Vec<Option<u32>> {
+    runner.executor.submit(&StepPlan { rows }).unwrap();
+    loop {
+        if let StepEvent::Done(output) = runner.executor.poll().unwrap() {
+            assert_eq!(output.best.is_empty(), !output.logits.is_empty());
+            let best = output.best.clone();
+            runner.executor.recycle(output);
+            return best;
+        }
+    }
+}
+
+#[test]
+fn best_ids_alone_are_those_of_the_logits() {
+    let mut runner = small("rand");
+    let rows = |logits: [LogitsWanted; 2]| {
+        let row = |block: u32, tokens: &[u32], logits| PlanRow {
+            input: RowInput::Tokens(tokens.to_vec()),
+            tables: vec![vec![block]],
+            logits,
+            ..row()
+        };
+        vec![row(0, &[9, 4, 7], logits[0]), row(1, &[11; 5], logits[1])]
+    };
+    let logits = runner.run(rows([LogitsWanted::Last; 2]));
+    for known in [0, 1, 100, 300] {
+        let expected = |row: &Vec<f32>| {
+            let known = &row[..known as usize];
+            let better = |best: usize, id| if known[id] > known[best] { id } else { best };
+            (0..known.len()).reduce(better).map(|id| id as u32)
+        };
+        let expected: Vec<Option<u32>> = logits.iter().map(expected).collect();
+        let best = LogitsWanted::Best { known };
+        assert_eq!(
+            best_alone(&mut runner, rows([best; 2])),
+            expected,
+            "{known}"
+        );
+        // Rows that want different things all get their logits.
+        assert_eq!(
+            runner.run(rows([best, LogitsWanted::Last])),
+            logits,
+            "{known}"
+        );
+    }
+}
+
 #[test]
 fn costs_count_what_a_step_needs() {
     let mut runner = small("rand");

@@ -14,8 +14,10 @@
 //! The tiles change speed only: an accumulator belongs to one output and always walks all columns upwards.
 //!
 //! A product takes its input as rows, or computes it on the way ([`Input`]), and may add to what is there
-//! ([`Output`]), so that between two products of a layer nothing passes over memory on its own.
+//! ([`Output`]), so that between two products of a layer nothing passes over memory on its own. Where only the best
+//! output of a token is asked for, outputs do not come to memory at all (`best`).
 
+mod best;
 mod strip;
 
 use std::ops::Range;
@@ -24,7 +26,8 @@ use crate::kernels::{Shared, share_chunks};
 use crate::quantize::cut_tiles;
 use crate::scratch::Activations;
 use crate::{Activation, Isa, Kernels, PackedMatrix, Scratch};
-use strip::Strip;
+use best::Best;
+use strip::{Destination, Strip};
 
 /// Weights a thread walks per token tile before it takes the next tile: half of a 1 MiB L2 cache.
 const CHUNK_BYTES: usize = 512 << 10;
@@ -114,8 +117,8 @@ impl Kernels {
         output: Output<'_>,
         scratch: &mut Scratch,
     ) {
-        let (rows, cols) = (w.rows(), w.cols());
-        input.check(tokens, cols);
+        let rows = w.rows();
+        input.check(tokens, w.cols());
         let (out, adds) = match output {
             Output::Set(out) => (out, false),
             Output::Add(out) => (out, true),
@@ -125,9 +128,22 @@ impl Kernels {
             bias.is_none_or(|b| b.len() == rows),
             "linear: bias is [rows]"
         );
+        let out = Shared::new(out);
+        self.run_product(w, input, tokens, scratch, Sink::Rows { bias, out, adds });
+    }
+
+    fn run_product(
+        &self,
+        w: &PackedMatrix,
+        input: Input<'_>,
+        tokens: usize,
+        scratch: &mut Scratch,
+        sink: Sink<'_>,
+    ) {
         if tokens == 0 {
             return;
         }
+        let cols = w.cols();
         let activations = &mut scratch.activations;
         cut_tiles(tokens, tile_sizes(self.isa()), &mut activations.tiles);
         let codes = w.segments().iter().any(|s| s.ty.is_quantized());
@@ -138,9 +154,7 @@ impl Kernels {
             w,
             activations,
             tokens,
-            bias,
-            out: Shared::new(out),
-            adds,
+            sink,
         };
         if w.bytes() * tokens < 2 * BYTES_PER_THREAD_MIN {
             job.run_tiles(0..w.tiles());
@@ -159,9 +173,18 @@ struct Product<'a> {
     w: &'a PackedMatrix,
     activations: &'a Activations,
     tokens: usize,
-    bias: Option<&'a [f32]>,
-    out: Shared<f32>,
-    adds: bool,
+    sink: Sink<'a>,
+}
+
+/// Where the outputs of a product go.
+#[derive(Clone, Copy)]
+enum Sink<'a> {
+    Rows {
+        bias: Option<&'a [f32]>,
+        out: Shared<f32>,
+        adds: bool,
+    },
+    Best(&'a Best<'a>),
 }
 
 impl Product<'_> {
@@ -175,19 +198,25 @@ impl Product<'_> {
             while first < to {
                 let tiles = chunk.min(to - first);
                 for (token, size) in &self.activations.tiles {
-                    Strip {
-                        w: self.w,
-                        segment,
-                        first: first - segment.first_tile,
-                        tiles,
-                        activations: self.activations,
-                        tokens: self.tokens,
-                        token: *token,
-                        bias: self.bias,
-                        out: self.out,
-                        adds: self.adds,
+                    let run = |to: Destination<'_>| {
+                        Strip {
+                            w: self.w,
+                            segment,
+                            first: first - segment.first_tile,
+                            tiles,
+                            activations: self.activations,
+                            tokens: self.tokens,
+                            token: *token,
+                            to,
+                        }
+                        .run(self.isa, *size);
+                    };
+                    match self.sink {
+                        Sink::Rows { bias, out, adds } => {
+                            run(Destination::Rows { bias, out, adds });
+                        }
+                        Sink::Best(best) => best.of_strip(*token, *size, run),
                     }
-                    .run(self.isa, *size);
                 }
                 first += tiles;
             }

@@ -1,5 +1,7 @@
 //! Working memory of the kernels, kept between calls so that a steady state allocates nothing.
 
+use std::sync::atomic::AtomicU64;
+
 use bytemuck::{Pod, Zeroable};
 
 /// Buffers of one engine. Grows to what its largest step needs.
@@ -7,6 +9,8 @@ use bytemuck::{Pod, Zeroable};
 pub struct Scratch {
     pub(crate) activations: Activations,
     pub(crate) attention: AttentionScratch,
+    /// Per token, the key of its best output.
+    pub(crate) best: Vec<AtomicU64>,
 }
 
 impl Scratch {

@@ -61,6 +61,9 @@ pub(crate) trait Simd: Copy {
     /// Lanes `from..to` of `x`, the others of `other`.
     unsafe fn keep(from: i32, to: i32, x: Self::F, other: Self::F) -> Self::F;
 
+    /// `a > b ? x : y`, so `y` where `a` or `b` is NaN.
+    unsafe fn pick(a: Self::F, b: Self::F, x: Self::I, y: Self::I) -> Self::I;
+
     unsafe fn splat_i(x: i32) -> Self::I;
     /// Exact below 2^24.
     unsafe fn to_float(x: Self::I) -> Self::F;

@@ -274,6 +274,20 @@ impl Backend for CpuBackend {
         }
     }
 
+    fn best(
+        &mut self,
+        matrix: &PackedMatrix,
+        input: Input<'_, Self>,
+        rows: usize,
+        soft_cap: Option<f32>,
+        known: u32,
+        out: &mut Vec<Option<TokenId>>,
+    ) -> bool {
+        let (input, known) = (input.of_rows(rows), known as usize);
+        self.kernels
+            .arg_max(matrix, input, rows, soft_cap, known, out, &mut self.scratch)
+    }
+
     #[allow(unsafe_code)]
     fn copy_blocks(&mut self, group: usize, pairs: &[(u32, u32)]) {
         let bytes = self.memory.layout().block_bytes(group);

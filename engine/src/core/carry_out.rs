@@ -1,9 +1,10 @@
 //! From a plan of counts to a step with block ids: preempt, admit, reserve, take blocks.
 
-use super::request::{Granted, Kind, Request, RequestStage, Sequence};
+use super::request::{Choice, Granted, Kind, Request, RequestStage, Sequence};
 use super::{Core, InFlight};
 use crate::api::{Event, GroupReservation, ReservedBlock};
 use crate::kv::{Hit, Pools};
+use crate::sampling::Draw;
 use crate::scheduler::{
     self, Accounts, Admission, Plan, Row, SequenceId, SequenceView, Stage, State,
 };
@@ -325,11 +326,37 @@ impl Core {
                 .map(|group| sequence.tables.blocks(group)[..ordinals].to_vec())
                 .collect(),
             logits: if row.wants_logits {
-                LogitsWanted::Last
+                self.wanted(row)
             } else {
                 LogitsWanted::None
             },
             adapter: None,
+        }
+    }
+
+    /// What the draws behind a row need. Choices of one prompt have the same rules, and
+    /// none of those that draw from it has a token yet.
+    fn wanted(&self, row: &InFlight) -> LogitsWanted {
+        let request = &self.requests[&row.key];
+        let drawing = |(choice, state): (usize, &Choice)| {
+            let draw = Draw {
+                choice: choice as u32,
+                index: state.output.len() as u32,
+            };
+            request.rules.takes_best_of(draw, &state.history)
+        };
+        let mut choices = request.choices.iter().enumerate();
+        let best = if self.sequences[&row.id].trunk {
+            choices
+                .filter(|(_, state)| !state.ended && state.output.is_empty())
+                .map(drawing)
+                .reduce(|a, b| a.filter(|_| a == b))
+        } else {
+            choices.nth(row.id.choice as usize).map(drawing)
+        };
+        match best.flatten() {
+            Some(known) => LogitsWanted::Best { known },
+            None => LogitsWanted::Last,
         }
     }
 

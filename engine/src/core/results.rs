@@ -1,12 +1,13 @@
 //! From a finished step to tokens: computed positions, draws, forks, ends.
 
+use baton_proto::TokenId;
 use baton_proto::sampling::SampledToken;
 
 use super::outbox::append;
 use super::request::{Kind, Request, RequestStage, Sequence};
 use super::{Core, InFlight};
 use crate::api::{Event, RequestKey, StepStatistics};
-use crate::sampling::{self, Draw};
+use crate::sampling::{self, Draw, Rules};
 use crate::scheduler::{SequenceId, Stage};
 use crate::step::StepOutput;
 
@@ -34,8 +35,15 @@ impl Core {
             self.publish_blocks(row.id);
         }
         let mut logits = output.logits.chunks_exact(output.vocab_size.max(1));
+        let mut best = output.best.iter();
         for row in rows {
-            let logits = row.wants_logits.then(|| logits.next().unwrap_or_default());
+            let from = if !row.wants_logits {
+                Source::Logits(&[])
+            } else if output.best.is_empty() {
+                Source::Logits(logits.next().unwrap_or_default())
+            } else {
+                Source::Best(best.next().copied().flatten())
+            };
             let Some(sequence) = self.sequences.get(&row.id) else {
                 continue;
             };
@@ -43,9 +51,9 @@ impl Core {
                 continue;
             }
             let drawn = if sequence.trunk {
-                self.complete_prompt(row.id, logits.unwrap_or_default())
+                self.complete_prompt(row.id, from)
             } else {
-                self.continue_choice(row.id, logits.unwrap_or_default())
+                self.continue_choice(row.id, from)
             };
             match drawn {
                 Ok(()) => {}
@@ -70,7 +78,7 @@ impl Core {
 
     /// The prompt is computed: draws the next token of every choice that has none
     /// forced, and lets the choices go their own ways.
-    fn complete_prompt(&mut self, id: SequenceId, logits: &[f32]) -> Result<(), sampling::Error> {
+    fn complete_prompt(&mut self, id: SequenceId, from: Source<'_>) -> Result<(), sampling::Error> {
         let key = self.sequences[&id].key;
         let count = self.requests[&key].choices.len() as u32;
         let mut drawn: Vec<Option<SampledToken>> = Vec::new();
@@ -80,7 +88,7 @@ impl Core {
             let token = if waits.ended || !waits.output.is_empty() {
                 None
             } else {
-                Some(draw(request, choice, logits, &mut self.scratch)?)
+                Some(draw(request, choice, from, &mut self.scratch)?)
             };
             drawn.push(token);
         }
@@ -105,14 +113,14 @@ impl Core {
     }
 
     /// A choice's known tokens are all computed: draws its next one.
-    fn continue_choice(&mut self, id: SequenceId, logits: &[f32]) -> Result<(), sampling::Error> {
+    fn continue_choice(&mut self, id: SequenceId, from: Source<'_>) -> Result<(), sampling::Error> {
         let sequence = self.sequences.get_mut(&id).expect("the caller has it");
         let key = sequence.key;
         let request = self
             .requests
             .get_mut(&key)
             .expect("a sequence has its request");
-        let token = draw(request, id.choice, logits, &mut self.scratch)?;
+        let token = draw(request, id.choice, from, &mut self.scratch)?;
         sequence.known += 1;
         if request.kind == Kind::Prefill {
             let reason = append(request, id.choice, token.id, self.context_max);
@@ -217,10 +225,17 @@ impl Core {
     }
 }
 
+/// What a token is drawn from.
+#[derive(Clone, Copy)]
+enum Source<'a> {
+    Logits(&'a [f32]),
+    Best(Option<TokenId>),
+}
+
 fn draw(
     request: &Request,
     choice: u32,
-    logits: &[f32],
+    from: Source<'_>,
     scratch: &mut sampling::Scratch,
 ) -> Result<SampledToken, sampling::Error> {
     let state = &request.choices[choice as usize];
@@ -228,5 +243,11 @@ fn draw(
         choice,
         index: state.output.len() as u32,
     };
-    request.rules.draw(draw, &state.history, logits, scratch)
+    match from {
+        Source::Logits(logits) => request.rules.draw(draw, &state.history, logits, scratch),
+        Source::Best(best) => {
+            debug_assert!(request.rules.takes_best_of(draw, &state.history).is_some());
+            Rules::take_best(best)
+        }
+    }
 }

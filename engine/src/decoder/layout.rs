@@ -31,6 +31,9 @@ pub(super) struct StepRows {
     groups: Vec<GroupRows>,
     /// Tokens whose logits are wanted, ascending.
     wanted: Vec<u32>,
+    /// Of those, how many want but the best of how many ids, where they agree on that.
+    best: u32,
+    best_known: u32,
     /// (First token, number of tokens) of each plan row.
     runs: Vec<(u32, u32)>,
 }
@@ -62,6 +65,8 @@ impl StepRows {
                 })
                 .collect(),
             wanted: Vec::with_capacity(tokens_max),
+            best: 0,
+            best_known: 0,
             runs: Vec::with_capacity(tokens_max),
         }
     }
@@ -77,6 +82,11 @@ impl StepRows {
 
     pub(super) fn positions(&self) -> &[u32] {
         &self.positions
+    }
+
+    /// Of how many ids the best one is wanted, where nothing else is wanted of any row.
+    pub(super) fn only_best(&self) -> Option<u32> {
+        (self.best > 0 && self.best as usize == self.wanted.len()).then_some(self.best_known)
     }
 
     pub(super) fn wanted(&self) -> &[u32] {
@@ -128,6 +138,7 @@ impl StepRows {
         self.tokens.clear();
         self.positions.clear();
         self.wanted.clear();
+        (self.best, self.best_known) = (0, 0);
         self.runs.clear();
         for group in &mut self.groups {
             group.tables.clear();
@@ -196,6 +207,13 @@ impl StepRows {
         let wanted = match row.logits {
             LogitsWanted::None => 0,
             LogitsWanted::Last => 1,
+            LogitsWanted::Best { known } => {
+                if self.best == 0 {
+                    self.best_known = known;
+                }
+                self.best += u32::from(known == self.best_known);
+                1
+            }
             LogitsWanted::All => tokens.len(),
         };
         let unwanted = tokens.len() - wanted;

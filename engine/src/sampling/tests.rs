@@ -417,3 +417,39 @@ proptest! {
         prop_assert_eq!(kept.iter().map(|candidate| candidate.id).collect::<Vec<_>>(), order);
     }
 }
+
+proptest! {
+    #[test]
+    fn what_takes_the_best_id_draws_the_best_id(
+        logits in prop::collection::vec(-3_i8..3, 2..40),
+        beyond in 0_usize..5,
+        temperature in prop::sample::select(vec![0.0_f32, 0.0, 0.7]),
+        bias in any::<bool>(),
+        penalty in any::<bool>(),
+        logprobs in any::<bool>(),
+        min_tokens in 0_u32..2,
+    ) {
+        let logits: Vec<f32> = logits.into_iter().map(f32::from).collect();
+        let known = logits.len().saturating_sub(beyond).max(1);
+        let params = SamplingParams {
+            temperature,
+            logit_bias: if bias { vec![(0, 5.0)] } else { vec![] },
+            frequency_penalty: if penalty { 1.0 } else { 0.0 },
+            logprobs: logprobs.then_some(1),
+            min_tokens,
+            ..params()
+        };
+        let rules = Rules::new(&params, &[1], known as u32, 1);
+        let history = rules.replay(&[1], &[]);
+        let at = Draw { choice: 0, index: 0 };
+        let asks_more = temperature > 0.0 || bias || penalty || logprobs || min_tokens > 0;
+        let best_of = rules.takes_best_of(at, &history);
+        prop_assert_eq!(best_of, (!asks_more).then_some(known as u32));
+        if best_of.is_some() {
+            let best = naive_arg_max(&logits[..known]);
+            let drawn = rules.draw(at, &history, &logits, &mut Scratch::default());
+            prop_assert_eq!(drawn, Rules::take_best(Some(best)));
+        }
+        prop_assert_eq!(Rules::take_best(None), Err(Error::NothingAllowed));
+    }
+}

@@ -189,6 +189,30 @@ impl StepClock for FakeClock {
     fn observe(&mut self, _work: &StepWork, _took: Duration) {}
 }
 
+/// Where all rows asked for no more than the best id, and can have it, it is all they get.
+fn give_best_alone(plan: &StepPlan, output: &mut StepOutput) {
+    let mut wanted = plan
+        .rows
+        .iter()
+        .filter(|row| row.logits != LogitsWanted::None);
+    let Some(LogitsWanted::Best { known }) = wanted.next().map(|row| row.logits) else {
+        return;
+    };
+    let agree = wanted.all(|row| row.logits == LogitsWanted::Best { known });
+    if agree && output.logits.iter().all(|x| x.is_finite()) {
+        let best = |row: &[f32]| {
+            let known = &row[..known as usize];
+            (0..known.len()).reduce(|best, id| if known[id] > known[best] { id } else { best })
+        };
+        output.best = output
+            .logits
+            .chunks_exact(VOCAB)
+            .map(|row| best(row).map(|id| id as u32))
+            .collect();
+        output.logits.clear();
+    }
+}
+
 impl Executor for FakeExecutor {
     fn step_clock(&self) -> Option<Box<dyn StepClock>> {
         let seconds_per_token = self.seconds_per_token?;
@@ -272,7 +296,7 @@ impl Executor for FakeExecutor {
                         "the fake device was asked to fail".to_owned(),
                     ));
                 }
-                if row.logits == LogitsWanted::Last {
+                if row.logits != LogitsWanted::None {
                     write_logits(states[states.len() - 1], &mut output.logits);
                     if tokens.contains(&NAN_TOKEN) {
                         let last = output.logits.len() - 1;
@@ -280,6 +304,7 @@ impl Executor for FakeExecutor {
                     }
                 }
             }
+            give_best_alone(&step.plan, &mut output);
             return Ok(StepEvent::Done(output));
         }
         let group = layout

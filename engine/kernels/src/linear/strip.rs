@@ -1,6 +1,7 @@
 //! The inner loops of a product: some row tiles of one segment times one token tile.
 
 use crate::kernels::Shared;
+use crate::linear::best::{BestLanes, BestLimits};
 use crate::matrix::{GROUP, LANES, Segment, block_k_scales_of, codes_per_group_of_bits};
 use crate::scratch::{Activations, Buffer};
 use crate::simd::{BFloat16, Element, Float16, Float32, Kernel, Simd};
@@ -20,10 +21,23 @@ pub(super) struct Strip<'a> {
     /// Tokens of the whole call, and the first of this tile.
     pub tokens: usize,
     pub token: usize,
-    pub bias: Option<&'a [f32]>,
-    pub out: Shared<f32>,
-    /// Whether results are added to what `out` holds.
-    pub adds: bool,
+    pub to: Destination<'a>,
+}
+
+/// What becomes of a product's outputs.
+#[derive(Clone, Copy)]
+pub(super) enum Destination<'a> {
+    /// `out = y + bias`, or added to what `out: [tokens, rows]` holds.
+    Rows {
+        bias: Option<&'a [f32]>,
+        out: Shared<f32>,
+        adds: bool,
+    },
+    /// Only the best of each token is kept, by lanes: one entry per token of the tile.
+    Best {
+        lanes: Shared<BestLanes>,
+        limits: BestLimits,
+    },
 }
 
 impl Strip<'_> {
@@ -352,7 +366,7 @@ unsafe fn load_line<S: Simd, F: Format>(group: *const u8, line: usize) -> S::B {
     }
 }
 
-/// Writes one row tile's outputs, without the filling rows.
+/// Takes one row tile's outputs where they go, without the filling rows.
 ///
 /// # Safety
 /// The processor has `S`'s instruction set, and the outputs are this thread's alone.
@@ -360,18 +374,28 @@ unsafe fn load_line<S: Simd, F: Format>(group: *const u8, line: usize) -> S::B {
 unsafe fn store<S: Simd, const T: usize>(strip: &Strip<'_>, tile: usize, acc: [S::F; T]) {
     let rows = (strip.segment.rows - tile * LANES).min(LANES);
     let first_row = strip.segment.first_row + tile * LANES;
+    let (bias, to, adds) = match strip.to {
+        Destination::Rows { bias, out, adds } => (bias, out, adds),
+        Destination::Best { lanes, limits } => {
+            for (t, acc) in acc.into_iter().enumerate() {
+                // SAFETY: the lanes are this thread's alone; otherwise the caller's promise.
+                unsafe { lanes.slice(t..t + 1)[0].take::<S>(acc, first_row, rows, limits) };
+            }
+            return;
+        }
+    };
     for (t, acc) in acc.into_iter().enumerate() {
         let at = (strip.token + t) * strip.w.rows() + first_row;
         // SAFETY: these `rows` outputs of this token belong to this row tile only.
-        let out = unsafe { strip.out.slice(at..at + rows) };
+        let out = unsafe { to.slice(at..at + rows) };
         // SAFETY: the caller's promise; whole tiles have 16 outputs, and as many biases.
         unsafe {
             if rows == LANES {
                 let mut acc = acc;
-                if let Some(bias) = strip.bias {
+                if let Some(bias) = bias {
                     acc = S::add(acc, S::load(bias[first_row..][..LANES].as_ptr()));
                 }
-                if strip.adds {
+                if adds {
                     acc = S::add(S::load(out.as_ptr()), acc);
                 }
                 S::store(out.as_mut_ptr(), acc);
@@ -381,10 +405,8 @@ unsafe fn store<S: Simd, const T: usize>(strip: &Strip<'_>, tile: usize, acc: [S
         // SAFETY: the caller's promise.
         let lanes = unsafe { S::to_array(acc) };
         for (r, out) in out.iter_mut().enumerate() {
-            let y = strip
-                .bias
-                .map_or(lanes[r], |bias| lanes[r] + bias[first_row + r]);
-            *out = if strip.adds { *out + y } else { y };
+            let y = bias.map_or(lanes[r], |bias| lanes[r] + bias[first_row + r]);
+            *out = if adds { *out + y } else { y };
         }
     }
 }

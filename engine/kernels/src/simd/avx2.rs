@@ -146,6 +146,15 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn pick(a: Self::F, b: Self::F, x: Self::I, y: Self::I) -> Self::I {
+        let mask = |i: usize| _mm256_castps_si256(_mm256_cmp_ps::<_CMP_GT_OQ>(a[i], b[i]));
+        [
+            _mm256_blendv_epi8(y[0], x[0], mask(0)),
+            _mm256_blendv_epi8(y[1], x[1], mask(1)),
+        ]
+    }
+
+    #[inline(always)]
     unsafe fn splat_i(x: i32) -> Self::I {
         [_mm256_set1_epi32(x); 2]
     }

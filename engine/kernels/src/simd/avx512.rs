@@ -116,6 +116,11 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn pick(a: Self::F, b: Self::F, x: Self::I, y: Self::I) -> Self::I {
+        _mm512_mask_blend_epi32(_mm512_cmp_ps_mask::<_CMP_GT_OQ>(a, b), y, x)
+    }
+
+    #[inline(always)]
     unsafe fn splat_i(x: i32) -> Self::I {
         _mm512_set1_epi32(x)
     }

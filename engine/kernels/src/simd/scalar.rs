@@ -103,6 +103,11 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn pick(a: Self::F, b: Self::F, x: Self::I, y: Self::I) -> Self::I {
+        std::array::from_fn(|i| if a[i] > b[i] { x[i] } else { y[i] })
+    }
+
+    #[inline(always)]
     unsafe fn splat_i(x: i32) -> Self::I {
         [x; LANES]
     }

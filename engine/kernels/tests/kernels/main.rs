@@ -3,6 +3,7 @@
 
 #![allow(unsafe_code)]
 
+mod arg_max;
 mod attention;
 mod convert;
 mod elementwise;
