@@ -166,6 +166,7 @@ impl RequestTask {
             forced: self.order.forced.clone(),
             sampling: self.order.sampling.clone(),
             cache_salt: self.order.cache_salt.clone(),
+            priority: self.order.priority,
             use_cache: self.order.use_cache,
             itl_target: self.order.slo.itl,
         };

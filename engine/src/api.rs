@@ -67,6 +67,9 @@ pub struct Submission {
     pub sampling: SamplingParams,
     /// The tenant's domain of the prefix cache.
     pub cache_salt: Vec<u8>,
+    /// Higher goes first. Between requests of one priority every tenant, which
+    /// `cache_salt` names, gets the same number of tokens.
+    pub priority: i32,
     /// Whether the prefix cache may be read and filled by this request.
     pub use_cache: bool,
     /// Longest gap between two tokens of a choice that steps are planned for, on top of

@@ -33,6 +33,7 @@ use crate::api::{Event, EventSink, Load, RequestKey, StepStatistics};
 use crate::config::{EngineConfig, Limits, Role};
 use crate::kv::{KvMemory, Pools};
 use crate::sampling::Scratch;
+use crate::scheduler::turn::FairClock;
 use crate::scheduler::{Plan, SequenceId, Stage};
 use crate::step::{self, Executor, StepEvent, StepOutput};
 
@@ -82,6 +83,7 @@ pub struct Core {
     sequences: BTreeMap<SequenceId, Sequence>,
     /// Requests accepted so far: the age of the next one.
     arrivals: u64,
+    fair_clock: FairClock,
 
     pacer: Pacer,
     /// The end of the step before, if there has been something to do since.
@@ -160,6 +162,7 @@ impl Core {
             requests: HashMap::new(),
             sequences: BTreeMap::new(),
             arrivals: 0,
+            fair_clock: FairClock::default(),
             pacer,
             busy_since: None,
             outbox: Outbox::default(),

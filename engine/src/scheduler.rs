@@ -17,9 +17,10 @@
 //! charged as a whole at admission, so a window group never runs out later.
 //!
 //! # Progress
-//! The age of a sequence is its arrival. A running sequence takes blocks only from
-//! younger ones and is admitted oldest first, so the oldest one is never preempted
-//! and always advances; once it ends, the next is the oldest.
+//! The age of a sequence is its arrival. A running sequence takes blocks only from those
+//! of lower priority, and of its own from younger ones, so the oldest of the highest is
+//! never preempted and always advances; once it ends, the next is the oldest. Whose turn
+//! it is among those that wait: see [`turn`](self::turn).
 //!
 //! # Time
 //! Under a target on the gap between tokens a decode pool also counts time: see
@@ -28,6 +29,7 @@
 mod decode;
 pub mod pace;
 mod prefill;
+pub(crate) mod turn;
 
 use std::time::Duration;
 
@@ -63,6 +65,10 @@ pub struct SequenceView {
     pub held_back: bool,
     /// When its request arrived, on the clock of `now`.
     pub arrived: Duration,
+    /// Higher goes first.
+    pub priority: i32,
+    /// Tokens that other tenants are to get before its turn comes.
+    pub ahead: u64,
     /// Positions whose K and V are in its blocks.
     pub computed: u32,
     /// Known tokens after them; at least 1, unless reserved.
@@ -155,7 +161,7 @@ impl Plan {
 pub fn plan(state: &State<'_>, now: Duration) -> Plan {
     match state.role {
         Role::Prefill => prefill::plan(state, now),
-        Role::Decode => decode::plan(state),
+        Role::Decode => decode::plan(state, now),
     }
 }
 
@@ -281,6 +287,8 @@ pub(crate) mod testing {
             stage: Stage::Waiting,
             held_back: false,
             arrived: Duration::ZERO,
+            priority: 0,
+            ahead: 0,
             computed: 0,
             uncomputed: prompt,
             blocks: 0,

@@ -57,6 +57,7 @@ fn submissions() -> Vec<Submission> {
                     ..SamplingParams::default()
                 },
                 cache_salt: Vec::new(),
+                priority: 0,
                 use_cache: true,
                 itl_target: None,
             }

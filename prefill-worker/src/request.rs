@@ -77,6 +77,7 @@ impl RequestTask {
             forced: order.forced.clone(),
             sampling: order.sampling.clone(),
             cache_salt: order.cache_salt.clone(),
+            priority: order.priority,
             use_cache: order.use_cache,
             // A prefill worker has no tokens to keep apart.
             itl_target: None,

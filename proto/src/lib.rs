@@ -15,6 +15,7 @@ pub mod pool_memory;
 pub mod protocol;
 pub mod relayout;
 pub mod sampling;
+pub mod share;
 pub mod tokenizer_spec;
 
 #[cfg(feature = "wire")]

@@ -9,7 +9,7 @@ use crate::model_card::ModelCard;
 use crate::protocol::{self, ProtocolVersion};
 use crate::sampling::SamplingParams;
 use crate::slo::Slo;
-use crate::{convert, v1};
+use crate::{convert, limits, v1};
 
 /// A client's request, and which of the routers that served it speaks for it: of two
 /// generations the higher one does.
@@ -45,6 +45,8 @@ pub struct WorkOrder {
     pub deadline: Option<Duration>,
     /// What it expects of latency.
     pub slo: Slo,
+    /// Higher goes first.
+    pub priority: i32,
     /// Whose work it is.
     pub fence: Option<Fence>,
 }
@@ -131,6 +133,7 @@ impl WorkOrder {
         }
         check_context(wire.prompt.len(), sampling.max_tokens, card.context_max)?;
         let slo = Slo::from_wire(wire.slo.as_ref(), "work.slo")?;
+        check_priority(wire.priority, "work.priority")?;
         Ok(Self {
             request_id: RequestId(wire.request_id),
             prompt: wire.prompt,
@@ -141,9 +144,25 @@ impl WorkOrder {
             exact: wire.exact,
             deadline: wire.deadline_ms.map(Duration::from_millis),
             slo,
+            priority: wire.priority,
             fence: wire.fence.map(Fence::from),
         })
     }
+}
+
+/// Refuses a priority outside [`limits::PRIORITY`].
+///
+/// # Errors
+/// [`ErrorKind::Invalid`] naming `field`.
+pub fn check_priority(priority: i32, field: &str) -> Result<(), Error> {
+    let allowed = limits::PRIORITY;
+    if allowed.contains(&priority) {
+        return Ok(());
+    }
+    Err(Error::invalid(
+        field,
+        format!("{priority} is not within {allowed:?}"),
+    ))
 }
 
 /// Refuses a request whose prompt and output cannot both fit the context.
@@ -246,6 +265,7 @@ mod tests {
             "work.model_revision"
         );
         assert_eq!(refused(|r| r.prompt.clear()).field, "work.prompt");
+        assert_eq!(refused(|r| r.priority = 101).field, "work.priority");
         assert_eq!(refused(|r| r.prompt = vec![320]).field, "work.prompt");
         assert_eq!(
             refused(|r| r.adapter = "a".into()).kind,

@@ -55,6 +55,7 @@ pub struct Job {
     pub rules: StopRules,
     pub use_cache: bool,
     pub exact: bool,
+    pub priority: i32,
     pub slo: Slo,
     pub received: Instant,
     pub admitted: Instant,

@@ -13,6 +13,7 @@ use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use baton_observability::labels::Outcome;
 use baton_observability::{AdminState, Readiness, Registry, RouterMetrics, logging, metrics_text};
 use baton_proto::slo::Slo;
+use baton_proto::work::check_priority;
 use baton_proto::{Error, ErrorKind, RequestId, v1};
 use baton_tokenizer::{EncodeOptions, Tokenizer};
 use tokio::time::Instant;
@@ -168,6 +169,8 @@ impl Frontend {
         }
         validate::check_supported(&request)?;
         let slo = Slo::from_wire(request.slo.as_ref(), "slo")?;
+        let priority = request.priority;
+        check_priority(priority, "priority")?;
         let claims = match &request.resume {
             Some(resume) => {
                 let keys = &shared.resume_keys;
@@ -252,6 +255,7 @@ impl Frontend {
             use_cache,
             exact,
             slo,
+            priority,
             received: call.received,
             admitted,
             tokenized,

@@ -30,12 +30,6 @@ pub fn check_supported(request: &v1::GenerateRequest) -> Result<(), Error> {
     if request.response_format.is_some() {
         return refused("response_format", "structured output is not supported");
     }
-    if request.priority != 0 {
-        return refused(
-            "priority",
-            "priorities are not supported, only 0 is accepted",
-        );
-    }
     if !request.adapter.is_empty() {
         return refused("adapter", "adapters are not supported");
     }
@@ -264,7 +258,6 @@ mod tests {
             unsupported(|r| r.response_format = Some(v1::ResponseFormat::default())),
             "response_format"
         );
-        assert_eq!(unsupported(|r| r.priority = 1), "priority");
         assert_eq!(unsupported(|r| r.adapter = "a".into()), "adapter");
     }
 

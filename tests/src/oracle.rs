@@ -74,6 +74,7 @@ impl Oracle {
             forced: Vec::new(),
             sampling: case.sampling.clone(),
             cache_salt: Vec::new(),
+            priority: 0,
             use_cache: false,
             itl_target: None,
         };

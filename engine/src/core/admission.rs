@@ -4,7 +4,7 @@
 //! fits the context and the pools, so the scheduler can always serve it alone.
 
 use baton_proto::kv_layout::KvGroupKind;
-use baton_proto::{Error, ErrorKind};
+use baton_proto::{Error, ErrorKind, share};
 
 use super::Core;
 use super::request::RequestStage;
@@ -252,6 +252,22 @@ impl Core {
         };
         if requests >= self.limits.queue_requests_max as usize {
             return overloaded(format!("{requests} requests are waiting"));
+        }
+        let own = || queued().filter(|request| request.tenant == submission.cache_salt);
+        let own_requests = own().count() as u64;
+        let own_tokens: u64 = own().map(|request| request.prompt.len() as u64).sum();
+        let (requests_max, tokens_max) = (
+            u64::from(self.limits.queue_requests_max),
+            u64::from(self.limits.queue_tokens_max),
+        );
+        let prompt = submission.prompt.len() as u64;
+        if !share::may_hold(own_requests, 1, requests as u64, requests_max)
+            || !share::may_hold(own_tokens, prompt, tokens, tokens_max)
+        {
+            return overloaded(format!(
+                "{own_requests} requests with {own_tokens} prompt tokens of this tenant are \
+                 waiting, its share of {requests_max} and {tokens_max}"
+            ));
         }
         let after = tokens + submission.prompt.len() as u64;
         if requests > 0 && after > u64::from(self.limits.queue_tokens_max) {

@@ -85,6 +85,8 @@ impl Core {
             stage: sequence.stage,
             held_back: !sequence.trunk && request.choices[sequence.id.choice as usize].paused,
             arrived: request.arrived,
+            priority: request.priority,
+            ahead: self.fair_clock.ahead_of(request.tag),
             computed: sequence.computed,
             uncomputed: sequence.known - sequence.computed,
             blocks,
@@ -138,6 +140,8 @@ impl Core {
         }
         for admission in &plan.admit {
             self.start(admission.id);
+            let key = self.sequences[&admission.id].key;
+            self.fair_clock.served(self.requests[&key].tag);
         }
         let mut copies = vec![Vec::new(); self.pools.groups().len()];
         let mut rows = Vec::with_capacity(plan.rows.len());

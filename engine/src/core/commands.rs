@@ -70,6 +70,7 @@ impl Core {
             mut forced,
             sampling,
             cache_salt,
+            priority,
             use_cache,
             itl_target,
             ..
@@ -108,6 +109,9 @@ impl Core {
             kind,
             arrival: self.arrivals,
             arrived: now,
+            tenant: cache_salt,
+            priority,
+            tag: 0,
             stage: RequestStage::Queued,
             prompt: prompt.into(),
             first: vec![None; choices.len()],
@@ -135,6 +139,13 @@ impl Core {
             }
             return;
         }
+        let expected = match request.kind {
+            Kind::Prefill => 0,
+            Kind::Local | Kind::Receive => self.pacer.foreseen(&request, request.made_least()),
+        };
+        let tokens =
+            u64::from(request.prompt_len()) + u64::from(expected) * request.choices.len() as u64;
+        request.tag = self.fair_clock.enter(&request.tenant, tokens);
         let mut trunk = Sequence {
             id: request.id(0),
             key,

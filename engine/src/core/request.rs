@@ -69,6 +69,11 @@ pub(super) struct Request {
     pub kind: Kind,
     pub arrival: u64,
     pub arrived: Duration,
+    /// Names the tenant.
+    pub tenant: Vec<u8>,
+    pub priority: i32,
+    /// Where its turn is on the fair clock.
+    pub tag: u64,
     pub stage: RequestStage,
     pub prompt: Arc<[TokenId]>,
     pub choices: Vec<Choice>,

@@ -131,6 +131,7 @@ mod tests {
             forced: Vec::new(),
             sampling: baton_proto::sampling::SamplingParams::default(),
             cache_salt: Vec::new(),
+            priority: 0,
             use_cache: true,
             itl_target: None,
         }))

@@ -8,10 +8,14 @@
 //! ends the pass, so nobody is overtaken for ever. A target on the gap between tokens
 //! cuts chunks and ends the pass earlier ([`pace`](super::pace)).
 
+use std::cmp::Reverse;
+use std::time::Duration;
+
 use super::pace::Pacing;
+use super::turn;
 use super::{Plan, Room, Row, SequenceId, SequenceView, Stage, State};
 
-pub(super) fn plan(state: &State<'_>) -> Plan {
+pub(super) fn plan(state: &State<'_>, now: Duration) -> Plan {
     let mut plan = Plan::default();
     let mut room = Room::new(state);
     let mut pacing = Pacing::new(state);
@@ -48,7 +52,7 @@ pub(super) fn plan(state: &State<'_>) -> Plan {
         }
         let needed = i64::from(view.blocks_beyond_credit(tokens, state.block_size));
         while needed > room.blocks {
-            let Some(victim) = victim(state, view.id, &plan.preempt) else {
+            let Some(victim) = victim(state, view, &plan.preempt) else {
                 break;
             };
             room.blocks += i64::from(state.accounts.exclusive(victim.id) + victim.credit);
@@ -66,7 +70,7 @@ pub(super) fn plan(state: &State<'_>) -> Plan {
     }
     // Blocks that were just taken from somebody are not for newcomers.
     if !stands_still && plan.preempt.is_empty() {
-        admit(state, &mut room, &mut pacing, &mut plan);
+        admit(state, now, &mut room, &mut pacing, &mut plan);
     }
     plan.cut = pacing.is_some_and(|pacing| pacing.cut);
     plan
@@ -87,23 +91,31 @@ fn take_chunk(
     room.take_chunk(tokens)
 }
 
-/// Whose blocks `needy` may take: held back first, then the youngest.
+/// Whose blocks `needy` may take: held back first, then the youngest of the lowest priority.
 fn victim<'a>(
     state: &State<'a>,
-    needy: SequenceId,
+    needy: &SequenceView,
     preempted: &[SequenceId],
 ) -> Option<&'a SequenceView> {
     let candidates = || {
         state.sequences.iter().rev().filter(|view| {
-            view.stage == Stage::Running && view.id != needy && !preempted.contains(&view.id)
+            view.stage == Stage::Running && view.id != needy.id && !preempted.contains(&view.id)
         })
     };
-    candidates()
-        .find(|view| view.held_back)
-        .or_else(|| candidates().find(|view| view.id > needy))
+    let juniority = |view: &SequenceView| (Reverse(view.priority), view.id);
+    candidates().find(|view| view.held_back).or_else(|| {
+        let juniors = candidates().filter(|view| juniority(view) > juniority(needy));
+        juniors.max_by_key(|view| juniority(view))
+    })
 }
 
-fn admit(state: &State<'_>, room: &mut Room, pacing: &mut Option<Pacing<'_>>, plan: &mut Plan) {
+fn admit(
+    state: &State<'_>,
+    now: Duration,
+    room: &mut Room,
+    pacing: &mut Option<Pacing<'_>>,
+    plan: &mut Plan,
+) {
     // Each sequence that holds blocks may soon want one more; starting another must
     // not make the next step preempt it again.
     let holders = state
@@ -111,11 +123,7 @@ fn admit(state: &State<'_>, room: &mut Room, pacing: &mut Option<Pacing<'_>>, pl
         .iter()
         .filter(|view| view.stage != Stage::Waiting)
         .count();
-    let queue = state
-        .sequences
-        .iter()
-        .filter(|view| view.stage == Stage::Waiting && !view.held_back);
-    for view in queue {
+    for view in turn::queue(state.sequences, now) {
         if !view.receives && (room.chunk_tokens == 0 || room.step_tokens == 0) {
             break;
         }
@@ -208,6 +216,31 @@ mod tests {
         assert_eq!(plan.preempt, []);
         assert_eq!(plan.rows, [row(1, 1)]);
         assert_eq!(plan.admit, []);
+    }
+
+    #[test]
+    fn blocks_come_from_the_lowest_priority_first_and_never_from_a_higher_one() {
+        let with = |arrival, computed, priority| SequenceView {
+            priority,
+            ..running(arrival, computed)
+        };
+        let low_is_older = [with(1, 20, -1), with(2, 16, 0), with(3, 20, 0)];
+        assert_eq!(plan_of(&low_is_older, 0, 2).preempt, [id(1)]);
+        let low_is_needy = [with(1, 16, -1), with(2, 20, 0)];
+        assert_eq!(plan_of(&low_is_needy, 0, 2).preempt, []);
+    }
+
+    #[test]
+    fn the_queue_goes_by_priority_and_tokens() {
+        let with = |arrival, priority, ahead| SequenceView {
+            priority,
+            ahead,
+            ..waiting(arrival, 16)
+        };
+        let queue = [with(1, 0, 90), with(2, 0, 10), with(3, 5, 99)];
+        let plan = plan_of(&queue, 50, 0);
+        let admitted: Vec<_> = plan.admit.iter().map(|admission| admission.id).collect();
+        assert_eq!(admitted, [id(3), id(2)]);
     }
 
     #[test]

@@ -7,15 +7,18 @@
 //! start lets no later one start before it. Nothing is ever preempted: its blocks may
 //! be on their way to a peer.
 
+use std::cmp::Reverse;
 use std::time::Duration;
 
+use super::turn::Levels;
 use super::{Plan, Room, Row, SequenceView, Stage, State};
 
 pub(super) fn plan(state: &State<'_>, now: Duration) -> Plan {
     let mut plan = Plan::default();
     let mut room = Room::new(state);
     let mut ranked: Vec<&SequenceView> = state.sequences.iter().collect();
-    ranked.sort_by_key(|view| (rank(state, view, now), view.id));
+    let levels = Levels::new(state.sequences, now);
+    ranked.sort_by_key(|view| (Reverse(levels.of(view)), rank(state, view, now), view.id));
     let mut queue_blocked = false;
     for view in ranked {
         let mut uncomputed = view.uncomputed;
@@ -49,7 +52,8 @@ pub(super) fn plan(state: &State<'_>, now: Duration) -> Plan {
 fn rank(state: &State<'_>, view: &SequenceView, now: Duration) -> i64 {
     let waited = i64::try_from(now.saturating_sub(view.arrived).as_millis()).unwrap_or(i64::MAX);
     let bonus = waited.saturating_mul(i64::from(state.limits.ageing_tokens_per_second)) / 1000;
-    i64::from(view.uncomputed) - bonus
+    let ahead = i64::try_from(view.ahead).unwrap_or(i64::MAX);
+    i64::from(view.uncomputed).saturating_add(ahead) - bonus
 }
 
 #[cfg(test)]
@@ -107,6 +111,22 @@ mod tests {
         };
         let plan = plan_at(&[long, new], 60, Duration::from_secs(5));
         assert_eq!(rows(&plan), [(1, 32)]);
+    }
+
+    #[test]
+    fn a_tenant_that_had_its_share_lets_another_pass() {
+        let second = SequenceView {
+            ahead: 400,
+            ..waiting(1, 20)
+        };
+        let plan = plan_at(&[second.clone(), waiting(2, 300)], 60, Duration::ZERO);
+        assert_eq!(rows(&plan), [(2, 32)]);
+        let urgent = SequenceView {
+            priority: 1,
+            ..second
+        };
+        let plan = plan_at(&[urgent, waiting(2, 300)], 60, Duration::ZERO);
+        assert_eq!(rows(&plan), [(1, 20), (2, 12)]);
     }
 
     #[test]

@@ -26,6 +26,7 @@ pub fn local(key: u64, prompt: u32, max_tokens: u32) -> Submission {
             ..SamplingParams::default()
         },
         cache_salt: Vec::new(),
+        priority: 0,
         use_cache: true,
         itl_target: None,
     }

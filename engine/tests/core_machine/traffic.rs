@@ -194,6 +194,7 @@ fn play(sizes: &Sizes, prefill: &Sizes, ops: &[Op]) -> Seen {
                     forced: Vec::new(),
                     sampling: arrival.sampling.clone(),
                     cache_salt: vec![arrival.salt],
+                    priority: 0,
                     use_cache: arrival.use_cache,
                     itl_target: arrival.itl_target,
                 };

@@ -100,6 +100,7 @@ impl Driver {
             deadline_ms: Some(left.as_millis() as u64),
             adapter: String::new(),
             slo: job.slo.to_wire(),
+            priority: job.priority,
             fence: Some(self.fence()),
         }
     }

@@ -100,6 +100,7 @@ impl Call {
             exact: body.exact,
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
+            priority: body.priority.unwrap_or_default(),
             resume: resume(body.resume, &shape, 1)?,
             ..v1::GenerateRequest::default()
         };
@@ -143,6 +144,7 @@ impl Call {
             exact: body.exact,
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
+            priority: body.priority.unwrap_or_default(),
             resume: resume.clone(),
             ..v1::GenerateRequest::default()
         };

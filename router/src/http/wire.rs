@@ -121,6 +121,7 @@ pub(crate) struct ChatCompletion {
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
     pub(crate) slo: Option<Slo>,
+    pub(crate) priority: Option<i32>,
     pub(crate) resume: Option<Resume>,
 
     pub(crate) response_format: Option<Value>,
@@ -180,6 +181,7 @@ pub(crate) struct Completion {
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
     pub(crate) slo: Option<Slo>,
+    pub(crate) priority: Option<i32>,
     pub(crate) resume: Option<Resume>,
 
     pub(crate) best_of: Option<u32>,

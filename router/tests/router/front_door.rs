@@ -65,11 +65,7 @@ async fn wrong_requests_are_refused_by_name_and_reach_no_worker() {
             ErrorKind::Invalid,
             "stop",
         ),
-        (
-            with(&|r| r.priority = 2),
-            ErrorKind::Unsupported,
-            "priority",
-        ),
+        (with(&|r| r.priority = 101), ErrorKind::Invalid, "priority"),
         (
             with(&|r| r.slo = slo(None, Some(f64::NAN))),
             ErrorKind::Invalid,
