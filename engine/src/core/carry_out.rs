@@ -140,9 +140,8 @@ impl Core {
         }
         for admission in &plan.admit {
             self.start(admission.id);
-            let key = self.sequences[&admission.id].key;
-            self.fair_clock.served(self.requests[&key].tag);
         }
+        self.note_turns(&plan.admit);
         let mut copies = vec![Vec::new(); self.pools.groups().len()];
         let mut rows = Vec::with_capacity(plan.rows.len());
         for row in plan.rows {
@@ -157,6 +156,20 @@ impl Core {
             rows: rows.iter().map(|row| self.plan_row(row)).collect(),
         };
         Ok((step, rows))
+    }
+
+    /// Moves the fair clock on to those that just had their turn.
+    fn note_turns(&mut self, admitted: &[Admission]) {
+        let tag = |sequence: &Sequence| self.requests[&sequence.key].tag;
+        let waiting = self
+            .sequences
+            .values()
+            .filter(|s| s.stage == Stage::Waiting);
+        let least = waiting.map(tag).min();
+        let tags = admitted.iter().map(|one| tag(&self.sequences[&one.id]));
+        for tag in tags.collect::<Vec<u64>>() {
+            self.fair_clock.served(tag, least);
+        }
     }
 
     /// Takes a sequence's blocks away; it waits and is recomputed.

@@ -22,7 +22,7 @@ const RISE_EVERY: Duration = Duration::from_secs(2);
 /// Hands out tags.
 #[derive(Debug, Default)]
 pub(crate) struct FairClock {
-    /// The latest tag that had its turn.
+    /// The least tag that may have its turn next.
     now: u64,
     /// Where the last request of a tenant ends; tenants behind `now` need no entry.
     ends: HashMap<Vec<u8>, u64>,
@@ -38,11 +38,13 @@ impl FairClock {
         tag
     }
 
-    /// The request of this tag had its turn.
-    pub(crate) fn served(&mut self, tag: u64) {
-        if tag > self.now {
-            self.now = tag;
-            self.ends.retain(|_, end| *end > tag);
+    /// The request of this tag had its turn; `waiting` is the least tag of those that
+    /// still wait. Of those the clock never gets ahead, whatever a priority let pass.
+    pub(crate) fn served(&mut self, tag: u64, waiting: Option<u64>) {
+        let now = waiting.map_or(tag, |waiting| waiting.min(tag));
+        if now > self.now {
+            self.now = now;
+            self.ends.retain(|_, end| *end > now);
         }
     }
 
@@ -103,8 +105,10 @@ mod tests {
         let mut clock = FairClock::default();
         let tags: Vec<u64> = (0..5).map(|_| clock.enter(b"many", 100)).collect();
         assert_eq!(tags, [0, 100, 200, 300, 400]);
-        clock.served(tags[0]);
-        clock.served(tags[1]);
+        clock.served(tags[0], Some(tags[1]));
+        clock.served(tags[4], Some(tags[1]));
+        assert_eq!(clock.ahead_of(tags[2]), 100, "no further than who waits");
+        clock.served(tags[1], Some(tags[2]));
         let other = clock.enter(b"one", 100);
         assert_eq!(other, 100, "it starts where the first one is");
         assert_eq!(clock.ahead_of(tags[2]), 100);
@@ -117,13 +121,13 @@ mod tests {
         let mut clock = FairClock::default();
         clock.enter(b"a", 10);
         let late = clock.enter(b"b", 1_000_000);
-        clock.served(late);
+        clock.served(late, None);
         for step in 0..50 {
             let tag = clock.enter(format!("t{step}").as_bytes(), 10);
-            clock.served(tag);
+            clock.served(tag, None);
         }
         let tag = clock.enter(b"b", 5);
-        clock.served(tag);
+        clock.served(tag, None);
         assert_eq!(clock.ends.len(), 1);
         assert_eq!(clock.enter(b"a", 10), tag);
     }

@@ -173,12 +173,12 @@ fn overload_is_refused_with_a_hint_and_ends() {
         config.limits.queue_requests_max = 2;
         config.limits.queue_tokens_max = 100;
     });
-    machine.submit(local(1, 90, 2));
-    machine.submit(local(2, 11, 2));
+    machine.submit(local(1, 60, 2));
+    machine.submit(local(2, 41, 2));
     let error = rejection(&machine.take_events());
     assert_eq!(error.kind, ErrorKind::Overloaded);
     assert!(error.retry_after.is_some());
-    machine.submit(local(3, 10, 2));
+    machine.submit(local(3, 40, 2));
     assert!(matches!(
         machine.take_events()[..],
         [Event::Accepted { .. }]
@@ -191,6 +191,45 @@ fn overload_is_refused_with_a_hint_and_ends() {
     machine.run();
     // A single long prompt may always wait.
     serve(&mut machine, local(5, 300, 2));
+}
+
+#[test]
+fn one_tenant_leaves_room_in_the_queue_and_another_goes_before_its_second() {
+    let mut machine = Machine::with(Role::Decode, &Sizes::new(16, 40), |config, _| {
+        config.limits.sequences_max = 1;
+        config.limits.queue_requests_max = 10;
+    });
+    let of = |tenant: &[u8], key| Submission {
+        cache_salt: tenant.to_vec(),
+        ..local(key, 40, 2)
+    };
+    let accepted = (1..=10)
+        .take_while(|key| {
+            machine.submit(of(b"greedy", *key));
+            matches!(machine.take_events()[..], [Event::Accepted { .. }])
+        })
+        .count();
+    assert_eq!(accepted, 8);
+    machine.submit(of(b"other", 11));
+    assert!(matches!(
+        machine.take_events()[..],
+        [Event::Accepted { .. }]
+    ));
+    let urgent = Submission {
+        priority: 1,
+        ..of(b"other", 12)
+    };
+    machine.submit(urgent);
+    let started: Vec<u64> = machine
+        .run()
+        .iter()
+        .filter_map(|event| match event {
+            Event::Started { key, .. } => Some(key.0),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(started[..3], [12, 1, 11]);
+    assert_eq!(started.len(), 10);
 }
 
 /// Work stops between two layers once nobody wants any row of the step.
