@@ -91,7 +91,8 @@ impl World {
             Relaid::new(layers, block_size)
         });
         let mut world = match relaid {
-            Some(relaid) => Self::relaid(seed, blocks, relaid, protections),
+            // Their parts are small, whatever was drawn above.
+            Some(relaid) => Self::relaid(seed, 64, relaid, protections),
             None => Self::shaped(seed, (blocks, layers, part_bytes), protections),
         };
         world.rng = rng;
