@@ -191,6 +191,33 @@ async fn offers_of_what_was_not_lent_change_nothing_and_cost_the_lane() {
 }
 
 #[tokio::test]
+async fn what_comes_behind_an_offer_is_heard_behind_its_bytes() {
+    let Some(library) = library() else { return };
+    let pair = pair(&library);
+    let lender = lender(&library);
+    let mut lane = RawLane::lending(&pair, lender.lend());
+    assert!(matches!(lane.next(), Some(Control::Lent { .. })));
+    let ticket = pair.grant(1);
+    lane.open(ticket);
+    // The offer's checksum is wrong, so that its end shows.
+    let offer = offer(1, &[(0, 0, PART)]);
+    let open = Control::Open { layout: LAYOUT };
+    let commit = Control::Commit {
+        root: 0,
+        parts: 8,
+        payload: Bytes::new(),
+    };
+    lane.say(scope(ticket), &[offer.clone(), open, offer.clone(), commit]);
+    let heard: Vec<Kind> = (0..4).map(|_| lane.next().unwrap().kind()).collect();
+    let expected = [Kind::Nack, Kind::Opened, Kind::Nack, Kind::Missing];
+    assert_eq!(heard, expected);
+    // An abort waits for nothing.
+    let reason = "enough".to_owned();
+    lane.say(scope(ticket), &[offer, Control::Abort { reason }]);
+    assert_eq!(lane.next(), Some(Control::Aborted));
+}
+
+#[tokio::test]
 async fn memory_that_cannot_be_read_is_declined_before_anything_is_offered() {
     let Some(library) = library() else { return };
     let mut pair = pair(&library);
