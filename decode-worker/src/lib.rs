@@ -15,6 +15,8 @@ mod grant;
 mod metrics;
 mod request;
 mod service;
+#[cfg(feature = "test-support")]
+pub mod simulated;
 pub mod worker;
 
 pub use config::DecodeWorkerConfig;

@@ -19,7 +19,7 @@
 //! which is when no lane touches them. The task ends only after `Released`.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use baton_engine::api::{Command, Event, GroupReservation, RequestKey, Submission, Work};
 use baton_kv_transfer::Ticket;
@@ -27,6 +27,7 @@ use baton_kv_transfer::receiver::{
     self, AbortReason, EventKind, GrantRequest, Regrant, RegrantRequest, Senders,
 };
 use baton_proto::convert::{forced_from_wire, sampled_from_wire, sampled_to_wire};
+use baton_proto::environment::{self, Defect};
 use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::{to_detail, to_status};
@@ -34,6 +35,7 @@ use baton_proto::work::WorkOrder;
 use baton_proto::{Attempt, Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tonic::{Status, Streaming};
 
 use crate::grant::{group_grants, wanted_ranges};
@@ -523,7 +525,9 @@ impl RequestTask {
         }
         let waiting = self.phase == Phase::Waiting;
         self.command(Command::Cancel { key: self.key });
-        self.close_ticket().await;
+        if !environment::has(Defect::FreeBeforeQuiet) {
+            self.close_ticket().await;
+        }
         self.phase = Phase::Ending;
         if !waiting {
             self.command(Command::Release { key: self.key });
@@ -607,6 +611,7 @@ impl RequestTask {
         };
         self.pause(true);
         let sent = tokio::select! {
+            biased;
             sent = tokio::time::timeout(self.shared.config.slow_client_deadline, self.out.send(event)) => sent,
             () = self.stop.stopped() => return self.end(self.stop.reason()).await,
         };
@@ -672,7 +677,7 @@ fn abort_error(reason: &AbortReason) -> Error {
 
 async fn sleep_until(due: Option<Instant>) {
     match due {
-        Some(due) => tokio::time::sleep_until(due.into()).await,
+        Some(due) => tokio::time::sleep_until(due).await,
         None => std::future::pending().await,
     }
 }

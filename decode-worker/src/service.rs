@@ -1,7 +1,6 @@
 //! The gRPC face of a decode worker: one task per request, plain answers for the rest.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use baton_proto::status::to_status;
 use baton_proto::v1::decode_worker_server::DecodeWorker;
@@ -9,6 +8,7 @@ use baton_proto::work::WorkOrder;
 use baton_proto::worker_info::ResponseStream;
 use baton_proto::{Attempt, Error, v1};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status, Streaming};
 
@@ -54,7 +54,7 @@ impl DecodeWorker for Service {
         let id = order.request_id.clone();
         let stop = shared
             .live()
-            .start(&id, order.fence.clone(), Instant::now())
+            .start(&id, order.fence.clone(), Instant::now().into_std())
             .map_err(|error| to_status(&error))?;
 
         let (out, events) = mpsc::channel(OUT_EVENTS_MAX);
@@ -74,7 +74,7 @@ impl DecodeWorker for Service {
         let known = self
             .shared
             .live()
-            .take_cancel(request.into_inner(), Instant::now());
+            .take_cancel(request.into_inner(), Instant::now().into_std());
         Ok(Response::new(v1::CancelResponse { known }))
     }
 

@@ -15,7 +15,7 @@ use baton_engine::engine::{Engine, SendError};
 use baton_engine::model::Model;
 use baton_engine::routes::EventRoutes;
 use baton_kv_transfer::pool::regions_of;
-use baton_kv_transfer::receiver::{Receiver, ReceiverConfig};
+use baton_kv_transfer::receiver::{EventSink, Receiver, ReceiverConfig};
 use baton_kv_transfer::{DataPort, DataPortConfig, LayoutDigest, Ticket};
 use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
@@ -81,15 +81,93 @@ struct Counts {
 
 /// Which request hears about which ticket.
 #[derive(Default)]
-struct TicketRoutes(Mutex<HashMap<Ticket, mpsc::UnboundedSender<Input>>>);
+pub(crate) struct TicketRoutes(Mutex<HashMap<Ticket, mpsc::UnboundedSender<Input>>>);
 
 impl TicketRoutes {
     fn lock(&self) -> MutexGuard<'_, HashMap<Ticket, mpsc::UnboundedSender<Input>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
+
+    /// The receiver's end of the table.
+    pub(crate) fn sink(self: &Arc<Self>) -> Box<dyn EventSink> {
+        let tickets = Arc::clone(self);
+        Box::new(move |event: baton_kv_transfer::receiver::Event| {
+            if let Some(inputs) = tickets.lock().get(&event.ticket) {
+                drop(inputs.send(Input::Lane(event)));
+            }
+        })
+    }
+}
+
+/// What a worker is put together from.
+pub(crate) struct Parts {
+    pub(crate) config: DecodeWorkerConfig,
+    pub(crate) epoch: Epoch,
+    pub(crate) data_address: String,
+    /// JSON of the tokenizer specification.
+    pub(crate) tokenizer_json: Arc<[u8]>,
+    pub(crate) engine: Engine,
+    pub(crate) routes: Arc<EventRoutes>,
+    pub(crate) receiver: Receiver,
+    pub(crate) tickets: Arc<TicketRoutes>,
+    pub(crate) metrics: Metrics,
 }
 
 impl Shared {
+    /// A worker that is starting.
+    ///
+    /// # Errors
+    /// A layout that cannot be written as JSON.
+    pub(crate) fn new(parts: Parts) -> Result<Arc<Self>, WireError> {
+        let card = Arc::new(parts.engine.card().clone());
+        let (state, state_rx) = watch::channel(WorkerState::Starting);
+        let layout_json = serde_json::to_string(parts.engine.layout())
+            .map_err(|error| WireError::new(ErrorKind::Internal, error.to_string()))?;
+        Ok(Arc::new_cyclic(|weak: &std::sync::Weak<Self>| {
+            let weak = weak.clone();
+            let load = move || {
+                weak.upgrade()
+                    .map(|shared| shared.load())
+                    .unwrap_or_default()
+            };
+            Self {
+                info: WorkerInfo {
+                    worker_id: parts.config.worker_id.clone(),
+                    epoch: parts.epoch,
+                    role: "decode",
+                    card,
+                    data_address: parts.data_address,
+                    tokenizer_json: parts.tokenizer_json,
+                    state: state_rx,
+                    load: Arc::new(load),
+                },
+                layout_json,
+                engine: parts.engine,
+                routes: parts.routes,
+                receiver: parts.receiver,
+                metrics: parts.metrics,
+                tasks: TaskTracker::new(),
+                tickets: parts.tickets,
+                live: Mutex::default(),
+                counts: Arc::default(),
+                next_key: AtomicU64::new(1),
+                state,
+                registration: tokio::sync::OnceCell::new(),
+                config: parts.config,
+            }
+        }))
+    }
+
+    /// The worker takes requests from now on.
+    pub(crate) fn set_ready(&self) {
+        self.state.send_replace(WorkerState::Ready);
+    }
+
+    /// Keeps the handle of its record. Once.
+    pub(crate) fn registered(&self, registration: Registration) {
+        drop(self.registration.set(registration));
+    }
+
     pub(crate) fn next_key(&self) -> RequestKey {
         RequestKey(self.next_key.fetch_add(1, Ordering::Relaxed))
     }
@@ -204,19 +282,11 @@ impl DecodeWorker {
         let epoch = Epoch(rand::random());
         let tickets = Arc::new(TicketRoutes::default());
         let receiver = {
-            let tickets = Arc::clone(&tickets);
             let regions = regions_of(engine.memory());
             let digest = LayoutDigest::of(engine.layout());
-            let mut config = ReceiverConfig::new(epoch, digest, regions);
-            config.other_layouts = Some(other_layouts(engine.layout()));
-            Receiver::start(
-                config,
-                Box::new(move |event: baton_kv_transfer::receiver::Event| {
-                    if let Some(inputs) = tickets.lock().get(&event.ticket) {
-                        drop(inputs.send(Input::Lane(event)));
-                    }
-                }),
-            )?
+            let mut receiver = ReceiverConfig::new(epoch, digest, regions);
+            receiver.other_layouts = Some(other_layouts(engine.layout()));
+            Receiver::start(receiver, tickets.sink())?
         };
         let data_port = match config.data_listen {
             Some(address) => {
@@ -250,45 +320,17 @@ impl DecodeWorker {
             }
             None => (None, None),
         };
-        let card = Arc::new(engine.card().clone());
-        let counts = Arc::new(Counts::default());
-        let (state, state_rx) = watch::channel(WorkerState::Starting);
-        let layout_json = serde_json::to_string(engine.layout())
-            .map_err(|error| WireError::new(ErrorKind::Internal, error.to_string()))?;
-
-        let shared = Arc::new_cyclic(|weak: &std::sync::Weak<Shared>| {
-            let weak = weak.clone();
-            let load = move || {
-                weak.upgrade()
-                    .map(|shared| shared.load())
-                    .unwrap_or_default()
-            };
-            Shared {
-                info: WorkerInfo {
-                    worker_id: config.worker_id.clone(),
-                    epoch,
-                    role: "decode",
-                    card,
-                    data_address,
-                    tokenizer_json,
-                    state: state_rx,
-                    load: Arc::new(load),
-                },
-                layout_json,
-                engine,
-                routes,
-                receiver,
-                metrics,
-                tasks: TaskTracker::new(),
-                tickets,
-                live: Mutex::default(),
-                counts,
-                next_key: AtomicU64::new(1),
-                state,
-                registration: tokio::sync::OnceCell::new(),
-                config,
-            }
-        });
+        let shared = Shared::new(Parts {
+            config,
+            epoch,
+            data_address,
+            tokenizer_json,
+            engine,
+            routes,
+            receiver,
+            tickets,
+            metrics,
+        })?;
 
         let stop = CancellationToken::new();
         let servers = TaskTracker::new();
@@ -305,10 +347,10 @@ impl DecodeWorker {
         }
         servers.close();
 
-        shared.state.send_replace(WorkerState::Ready);
-        let registration = membership.register(record(&shared, control)).await?;
-        // Set once, here.
-        drop(shared.registration.set(registration));
+        shared.set_ready();
+        let address = control.to_string();
+        let registration = membership.register(record(&shared, &address)).await?;
+        shared.registered(registration);
         tracing::info!(worker = %shared.info.worker_id, %epoch, %control, data = %shared.info.data_address, model = %shared.info.card.revision, "decode worker ready");
         Ok(Self {
             shared,
@@ -417,7 +459,7 @@ impl DecodeWorker {
 }
 
 impl Shared {
-    fn load(&self) -> v1::Load {
+    pub(crate) fn load(&self) -> v1::Load {
         let load = self.engine.load();
         v1::Load {
             requests_running: load.requests_running,
@@ -480,7 +522,7 @@ fn admin_state(shared: &Arc<Shared>, registry: Arc<baton_observability::Registry
     .before_scrape(move || refreshed.metrics.load(&refreshed.engine.load()))
 }
 
-fn record(shared: &Shared, control: SocketAddr) -> WorkerRecord {
+pub(crate) fn record(shared: &Shared, control: &str) -> WorkerRecord {
     WorkerRecord {
         id: shared.info.worker_id.clone(),
         epoch: shared.info.epoch,
@@ -490,7 +532,7 @@ fn record(shared: &Shared, control: SocketAddr) -> WorkerRecord {
             .config
             .advertise
             .clone()
-            .unwrap_or_else(|| control.to_string()),
+            .unwrap_or_else(|| control.to_owned()),
         data: shared.info.data_address.clone(),
         protocol: protocol::CURRENT,
         card: (*shared.info.card).clone(),

@@ -35,7 +35,7 @@ use crate::kv::{KvMemory, Pools};
 use crate::sampling::Scratch;
 use crate::scheduler::turn::FairClock;
 use crate::scheduler::{Plan, SequenceId, Stage};
-use crate::step::{self, Executor, StepEvent, StepOutput};
+use crate::step::{self, Executor, StepEvent, StepOutput, StepPlan};
 
 use outbox::Outbox;
 use pacing::Pacer;
@@ -92,6 +92,8 @@ pub struct Core {
     scratch: Scratch,
     totals: Totals,
     failed_steps: u32,
+    /// Keys with a cancel under way, kept for its memory.
+    cancelled: Vec<RequestKey>,
 }
 
 /// What has been counted since the start.
@@ -111,6 +113,23 @@ struct InFlight {
     wants_logits: bool,
     /// Whether its blocks are reported layer by layer.
     ships: bool,
+}
+
+/// A step between its plan and its end.
+pub(crate) struct StepInFlight {
+    /// Until it is submitted.
+    plan: Option<StepPlan>,
+    rows: Vec<InFlight>,
+    started: Instant,
+    preemptions: u32,
+    cut: bool,
+}
+
+/// What one poll of a step brought.
+enum Layer {
+    Next,
+    Last(StepOutput),
+    Aborted,
 }
 
 impl Core {
@@ -169,6 +188,7 @@ impl Core {
             scratch: Scratch::default(),
             totals: Totals::default(),
             failed_steps: 0,
+            cancelled: Vec::new(),
         };
         core.publish_load();
         Ok(core)
@@ -179,59 +199,92 @@ impl Core {
     /// # Errors
     /// The executor failed several steps in a row; the core must be ended.
     pub fn step(&mut self, now: Duration, cancels: Cancels<'_>) -> Result<Progress, step::Error> {
+        let Some(mut step) = self.begin(now)? else {
+            return Ok(Progress::Idle);
+        };
+        while !self.advance(&mut step, cancels)? {}
+        Ok(Progress::Worked)
+    }
+
+    /// Plans a step; `None` if there is nothing to do. It runs by [`Core::advance`], and
+    /// no command is handled until it has ended.
+    ///
+    /// # Errors
+    /// As [`Core::step`].
+    pub(crate) fn begin(&mut self, now: Duration) -> Result<Option<StepInFlight>, step::Error> {
         let started = Instant::now();
         let plan = self.plan(now);
         self.note_delay(&plan);
         if plan.is_empty() {
             self.busy_since = None;
-            return Ok(Progress::Idle);
+            return Ok(None);
         }
         let preemptions = plan.preempt.len() as u32;
         let cut = plan.cut;
-        let (step_plan, rows) = self.carry_out(plan)?;
+        let (plan, rows) = self.carry_out(plan)?;
         // Reservations are wanted by peers now, not after the step.
         self.flush();
-        let mut statistics = StepStatistics {
+        Ok(Some(StepInFlight {
+            plan: Some(plan),
+            rows,
+            started,
             preemptions,
+            cut,
+        }))
+    }
+
+    /// Runs a step up to its next layer; true once it has ended.
+    ///
+    /// # Errors
+    /// As [`Core::step`].
+    pub(crate) fn advance(
+        &mut self,
+        step: &mut StepInFlight,
+        cancels: Cancels<'_>,
+    ) -> Result<bool, step::Error> {
+        let mut statistics = StepStatistics {
+            preemptions: step.preemptions,
             ..StepStatistics::default()
         };
         let mut done = None;
+        let rows = &step.rows;
         if !rows.is_empty() {
-            let outcome = self
-                .executor
-                .submit(&step_plan)
-                .and_then(|_| self.run_layers(&rows, cancels));
-            match outcome {
-                Ok(Some(output)) => {
+            let submitted = match step.plan.take() {
+                Some(plan) => self.executor.submit(&plan).map(drop),
+                None => Ok(()),
+            };
+            match submitted.and_then(|()| self.run_layer(rows, cancels)) {
+                Ok(Layer::Next) => return Ok(false),
+                Ok(Layer::Last(output)) => {
                     self.failed_steps = 0;
                     (statistics.flops, statistics.bytes) = (output.work.ops(), output.work.bytes());
-                    self.take_results(&rows, &output, &mut statistics);
+                    self.take_results(rows, &output, &mut statistics);
                     done = Some(output.work);
                     self.executor.recycle(output);
                 }
-                Ok(None) => {}
-                Err(error) => self.fail_step(&rows, error)?,
+                Ok(Layer::Aborted) => {}
+                Err(error) => self.fail_step(rows, error)?,
             }
         }
         self.flush();
         let ended = Instant::now();
-        statistics.duration = ended - started;
+        statistics.duration = ended - step.started;
         if let Some(work) = done {
             let decodes = statistics.decode_tokens > 0;
             // Tokens are as far apart as the ends of steps: what lies between two steps
             // counts, unless nothing was to be done.
-            let took = ended - self.busy_since.unwrap_or(started);
+            let took = ended - self.busy_since.unwrap_or(step.started);
             statistics.over_prediction = self.pacer.observe(&work, took, decodes);
-            self.pacer.cut_steps_total += u64::from(cut);
+            self.pacer.cut_steps_total += u64::from(step.cut);
         }
-        if !rows.is_empty() || preemptions > 0 {
+        if !rows.is_empty() || step.preemptions > 0 {
             self.sink.emit(Event::Step(statistics));
         }
         if cfg!(debug_assertions) {
             self.check_integrity();
         }
         self.busy_since = Some(ended);
-        Ok(Progress::Worked)
+        Ok(true)
     }
 
     /// Counts the requests whose start a target puts off, each once: the first in the
@@ -249,30 +302,25 @@ impl Core {
         }
     }
 
-    /// Polls the step in flight to its end; `None` if it was aborted because nobody
-    /// wants any of its rows any more.
-    fn run_layers(
-        &mut self,
-        rows: &[InFlight],
-        cancels: Cancels<'_>,
-    ) -> Result<Option<StepOutput>, step::Error> {
-        let mut cancelled = Vec::new();
-        loop {
-            match self.executor.poll()? {
-                StepEvent::Done(output) => return Ok(Some(output)),
-                StepEvent::LayerDone { layer } => {
-                    for row in rows.iter().filter(|row| row.ships) {
-                        self.report_layer(row, layer);
-                    }
-                    cancels(&mut cancelled);
-                    if !cancelled.is_empty() && rows.iter().all(|row| cancelled.contains(&row.key))
-                    {
-                        self.executor.abort();
-                        return Ok(None);
-                    }
-                }
-            }
+    /// Polls the step in flight once. It is aborted when nobody wants any of its rows
+    /// any more.
+    fn run_layer(&mut self, rows: &[InFlight], cancels: Cancels<'_>) -> Result<Layer, step::Error> {
+        let layer = match self.executor.poll()? {
+            StepEvent::Done(output) => return Ok(Layer::Last(output)),
+            StepEvent::LayerDone { layer } => layer,
+        };
+        for row in rows.iter().filter(|row| row.ships) {
+            self.report_layer(row, layer);
         }
+        let mut cancelled = std::mem::take(&mut self.cancelled);
+        cancels(&mut cancelled);
+        let unwanted = !cancelled.is_empty() && rows.iter().all(|row| cancelled.contains(&row.key));
+        self.cancelled = cancelled;
+        if unwanted {
+            self.executor.abort();
+            return Ok(Layer::Aborted);
+        }
+        Ok(Layer::Next)
     }
 
     /// The device lost a step: its requests fail, the others go on. A device that
@@ -291,6 +339,15 @@ impl Core {
         } else {
             Ok(())
         }
+    }
+
+    /// What a block is in now, for whoever watches its bytes.
+    ///
+    /// # Panics
+    /// If there is no such group or block.
+    #[cfg(feature = "test-support")]
+    pub fn block_state(&self, group: usize, block: u32) -> crate::kv::BlockState {
+        self.pools.pool(group).state(block)
     }
 
     /// Fails and releases what is left, oldest first, and emits `Stopped`.

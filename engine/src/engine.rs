@@ -9,6 +9,8 @@
 //! every request it holds, says so in `Stopped`, and ends the thread; commands sent
 //! afterwards are refused, so no worker waits for an engine that is gone.
 
+#[cfg(feature = "test-support")]
+pub mod driven;
 mod inbox;
 
 use std::panic::AssertUnwindSafe;

@@ -54,7 +54,10 @@ impl EventRoutes {
             Event::Step(statistics) => (self.on_step)(&statistics),
             Event::Stopped { error } => {
                 // No event follows: dropping the mailboxes tells the requests.
-                self.lock().clear();
+                // In the order of their requests, so that two runs wake them alike.
+                let mut left: Vec<_> = self.lock().drain().collect();
+                left.sort_unstable_by_key(|(key, _)| *key);
+                left.into_iter().for_each(drop);
                 (self.on_stopped)(error);
             }
             Event::Tokens(tokens) => self.route_tokens(tokens),

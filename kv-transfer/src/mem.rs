@@ -40,7 +40,7 @@ use crate::sender::TransportKind;
 use crate::sender::driver::{Driver, Step};
 use crate::ticket::SessionId;
 use crate::transport::stream::LaneStream;
-use crate::wake::lock;
+use crate::wake::{lock, rung};
 
 /// Reads one lane does in one turn: few, so that turns of others come in between.
 const READS_MAX: usize = 2;
@@ -58,6 +58,8 @@ struct Net {
     actors: BTreeMap<u64, Actor>,
     next_actor: u64,
     ports: BTreeMap<SocketAddr, Port>,
+    /// Killed senders: what is left of their processes opens no lanes.
+    dead: Vec<SessionId>,
     trace: u64,
 }
 
@@ -93,6 +95,7 @@ impl Network {
                 actors: BTreeMap::new(),
                 next_actor: 0,
                 ports: BTreeMap::new(),
+                dead: Vec::new(),
                 trace: 0,
             })),
         }
@@ -138,6 +141,7 @@ impl Network {
     /// Ends every lane of the sender as if its process had died: without a word. What
     /// had left it still arrives, and then the end of the connection.
     pub fn kill_sender(&self, session: SessionId) {
+        lock(&self.net).dead.push(session);
         let killed = |who: &Who| matches!(who, Who::Sending(of, _) if *of == session);
         self.remove(killed);
     }
@@ -233,15 +237,7 @@ impl Network {
 
     /// Moves the clock to the next thing that time brings.
     fn wait(&self, net: &mut Net, now: Instant, until: Instant) -> bool {
-        let turns = net.actors.values().filter_map(Actor::next_turn);
-        let arrivals = net
-            .ports
-            .values()
-            .filter_map(|port| port.link.next_arrival(now));
-        let next = turns
-            .chain(arrivals)
-            .min()
-            .map_or(until, |next| next.min(until));
+        let next = net.next_event(now).map_or(until, |next| next.min(until));
         if now >= until {
             return false;
         }
@@ -254,13 +250,32 @@ impl Network {
         true
     }
 
+    /// Waits until a worker on this thread has done something that lanes must hear of:
+    /// then [`Network::poke`]. One task of a thread can wait. Cancel safe.
+    pub async fn rung() {
+        std::future::poll_fn(rung::poll).await;
+    }
+
+    /// When a step is due: now, if anybody has something to do; `None` if nothing ever is.
+    pub fn next_due(&self) -> Option<Instant> {
+        let net = lock(&self.net);
+        let now = self.environment.now();
+        if net.actors.values().any(|actor| actor.is_ready(now)) {
+            return Some(now);
+        }
+        net.next_event(now)
+    }
+
     /// A digest of every choice made so far.
     pub fn trace(&self) -> u64 {
         lock(&self.net).trace
     }
 
     pub(crate) fn drive(&self, driver: Driver, session: SessionId) {
-        lock(&self.net).add(Who::Sending(session, Box::new(driver)));
+        let mut net = lock(&self.net);
+        if !net.dead.contains(&session) {
+            net.add(Who::Sending(session, Box::new(driver)));
+        }
     }
 
     /// Called by a lane during its turn.
@@ -310,6 +325,16 @@ impl Net {
         };
         self.actors.insert(self.next_actor, actor);
         self.next_actor += 1;
+    }
+
+    /// When time brings something next.
+    fn next_event(&self, now: Instant) -> Option<Instant> {
+        let turns = self.actors.values().filter_map(Actor::next_turn);
+        let arrivals = self
+            .ports
+            .values()
+            .filter_map(|port| port.link.next_arrival(now));
+        turns.chain(arrivals).min()
     }
 
     fn wake_all(&mut self) {

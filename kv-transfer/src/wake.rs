@@ -17,6 +17,34 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Tells whoever drives the lanes of a simulation on this thread that a bell was rung.
+#[cfg(feature = "test-support")]
+pub(crate) mod rung {
+    use std::cell::{Cell, RefCell};
+    use std::task::{Context, Poll, Waker};
+
+    thread_local! {
+        static RUNG: Cell<bool> = const { Cell::new(false) };
+        static LISTENER: RefCell<Option<Waker>> = const { RefCell::new(None) };
+    }
+
+    pub(super) fn note() {
+        RUNG.set(true);
+        if let Some(listener) = LISTENER.take() {
+            listener.wake();
+        }
+    }
+
+    /// Ready once for all that was rung since the last time.
+    pub(crate) fn poll(cx: &mut Context<'_>) -> Poll<()> {
+        if RUNG.take() {
+            return Poll::Ready(());
+        }
+        LISTENER.set(Some(cx.waker().clone()));
+        Poll::Pending
+    }
+}
+
 /// Rung by any thread, heard by one.
 #[derive(Clone)]
 pub(crate) struct Bell(Arc<OwnedFd>);
@@ -29,6 +57,8 @@ impl Bell {
 
     /// Wakes the listener, now or the next time it parks.
     pub(crate) fn ring(&self) {
+        #[cfg(feature = "test-support")]
+        rung::note();
         // The only failure is a full counter, and then the bell is ringing already.
         let _ = rustix::io::write(&*self.0, &1u64.to_ne_bytes());
     }

@@ -15,6 +15,8 @@ mod metrics;
 mod request;
 mod service;
 mod ship;
+#[cfg(feature = "test-support")]
+pub mod simulated;
 pub mod worker;
 
 pub use config::PrefillWorkerConfig;

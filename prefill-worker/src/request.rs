@@ -14,7 +14,7 @@
 //! so nothing stays pinned.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use baton_engine::api::{Command, Event, RequestKey, Submission, Work};
 use baton_kv_transfer::Refusal;
@@ -28,6 +28,7 @@ use baton_proto::work::WorkOrder;
 use baton_proto::{Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tonic::Status;
 
 use crate::ship::{Lane, source_blocks};
@@ -346,7 +347,7 @@ async fn over_or<T>(
 ) -> Result<T, Error> {
     let due = async {
         match deadline {
-            Some(deadline) => tokio::time::sleep_until(deadline.into()).await,
+            Some(deadline) => tokio::time::sleep_until(deadline).await,
             None => std::future::pending().await,
         }
     };

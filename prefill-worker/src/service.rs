@@ -1,7 +1,6 @@
 //! The gRPC face of a prefill worker: one task per request, plain answers for the rest.
 
 use std::sync::Arc;
-use std::time::Instant;
 
 use baton_proto::status::to_status;
 use baton_proto::v1::prefill_worker_server::PrefillWorker;
@@ -9,6 +8,7 @@ use baton_proto::work::WorkOrder;
 use baton_proto::worker_info::ResponseStream;
 use baton_proto::{Error, v1};
 use tokio::sync::mpsc;
+use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
@@ -49,7 +49,7 @@ impl PrefillWorker for Service {
         .map_err(|error| to_status(&error))?;
         let stop = shared
             .live()
-            .start(&id, order.fence.clone(), Instant::now())
+            .start(&id, order.fence.clone(), Instant::now().into_std())
             .map_err(|error| to_status(&error))?;
 
         let (out, events) = mpsc::channel(OUT_EVENTS_MAX);
@@ -75,7 +75,7 @@ impl PrefillWorker for Service {
         let known = self
             .shared
             .live()
-            .take_cancel(request.into_inner(), Instant::now());
+            .take_cancel(request.into_inner(), Instant::now().into_std());
         Ok(Response::new(v1::CancelResponse { known }))
     }
 

@@ -67,7 +67,66 @@ pub(crate) struct Shared {
     registration: tokio::sync::OnceCell<Registration>,
 }
 
+/// What a worker is put together from.
+pub(crate) struct Parts {
+    pub(crate) config: PrefillWorkerConfig,
+    pub(crate) epoch: Epoch,
+    /// JSON of the tokenizer specification.
+    pub(crate) tokenizer_json: Arc<[u8]>,
+    pub(crate) engine: Engine,
+    pub(crate) routes: Arc<EventRoutes>,
+    pub(crate) sender: Sender,
+    pub(crate) metrics: Metrics,
+}
+
 impl Shared {
+    /// A worker that is starting.
+    pub(crate) fn new(parts: Parts) -> Arc<Self> {
+        let card = Arc::new(parts.engine.card().clone());
+        let (state, state_rx) = watch::channel(WorkerState::Starting);
+        Arc::new_cyclic(|weak: &std::sync::Weak<Self>| {
+            let weak = weak.clone();
+            let load = move || {
+                weak.upgrade()
+                    .map(|shared| shared.load())
+                    .unwrap_or_default()
+            };
+            Self {
+                info: WorkerInfo {
+                    worker_id: parts.config.worker_id.clone(),
+                    epoch: parts.epoch,
+                    role: "prefill",
+                    card,
+                    data_address: String::new(),
+                    tokenizer_json: parts.tokenizer_json,
+                    state: state_rx,
+                    load: Arc::new(load),
+                },
+                engine: parts.engine,
+                routes: parts.routes,
+                sender: parts.sender,
+                metrics: parts.metrics,
+                tasks: TaskTracker::new(),
+                live: Mutex::default(),
+                handoffs: AtomicU64::new(0),
+                next_key: AtomicU64::new(1),
+                state,
+                registration: tokio::sync::OnceCell::new(),
+                config: parts.config,
+            }
+        })
+    }
+
+    /// The worker takes requests from now on.
+    pub(crate) fn set_ready(&self) {
+        self.state.send_replace(WorkerState::Ready);
+    }
+
+    /// Keeps the handle of its record. Once.
+    pub(crate) fn registered(&self, registration: Registration) {
+        drop(self.registration.set(registration));
+    }
+
     pub(crate) fn next_key(&self) -> RequestKey {
         RequestKey(self.next_key.fetch_add(1, Ordering::Relaxed))
     }
@@ -181,39 +240,14 @@ impl PrefillWorker {
             }
             None => (None, None),
         };
-        let card = Arc::new(engine.card().clone());
-        let (state, state_rx) = watch::channel(WorkerState::Starting);
-
-        let shared = Arc::new_cyclic(|weak: &std::sync::Weak<Shared>| {
-            let weak = weak.clone();
-            let load = move || {
-                weak.upgrade()
-                    .map(|shared| shared.load())
-                    .unwrap_or_default()
-            };
-            Shared {
-                info: WorkerInfo {
-                    worker_id: config.worker_id.clone(),
-                    epoch,
-                    role: "prefill",
-                    card,
-                    data_address: String::new(),
-                    tokenizer_json,
-                    state: state_rx,
-                    load: Arc::new(load),
-                },
-                engine,
-                routes,
-                sender,
-                metrics,
-                tasks: TaskTracker::new(),
-                live: Mutex::default(),
-                handoffs: AtomicU64::new(0),
-                next_key: AtomicU64::new(1),
-                state,
-                registration: tokio::sync::OnceCell::new(),
-                config,
-            }
+        let shared = Shared::new(Parts {
+            config,
+            epoch,
+            tokenizer_json,
+            engine,
+            routes,
+            sender,
+            metrics,
         });
 
         let stop = CancellationToken::new();
@@ -231,10 +265,10 @@ impl PrefillWorker {
         }
         servers.close();
 
-        shared.state.send_replace(WorkerState::Ready);
-        let registration = membership.register(record(&shared, control)).await?;
-        // Set once, here.
-        drop(shared.registration.set(registration));
+        shared.set_ready();
+        let address = control.to_string();
+        let registration = membership.register(record(&shared, &address)).await?;
+        shared.registered(registration);
         tracing::info!(worker = %shared.info.worker_id, %epoch, %control, model = %shared.info.card.revision, "prefill worker ready");
         Ok(Self {
             shared,
@@ -342,7 +376,7 @@ impl PrefillWorker {
 }
 
 impl Shared {
-    fn load(&self) -> v1::Load {
+    pub(crate) fn load(&self) -> v1::Load {
         let load = self.engine.load();
         v1::Load {
             requests_running: load.requests_running,
@@ -437,7 +471,7 @@ fn admin_state(shared: &Arc<Shared>, registry: Arc<baton_observability::Registry
     .before_scrape(move || refreshed.metrics.load(&refreshed.engine.load()))
 }
 
-fn record(shared: &Shared, control: SocketAddr) -> WorkerRecord {
+pub(crate) fn record(shared: &Shared, control: &str) -> WorkerRecord {
     WorkerRecord {
         id: shared.info.worker_id.clone(),
         epoch: shared.info.epoch,
@@ -447,7 +481,7 @@ fn record(shared: &Shared, control: SocketAddr) -> WorkerRecord {
             .config
             .advertise
             .clone()
-            .unwrap_or_else(|| control.to_string()),
+            .unwrap_or_else(|| control.to_owned()),
         data: shared.info.data_address.clone(),
         protocol: protocol::CURRENT,
         card: (*shared.info.card).clone(),

@@ -21,6 +21,8 @@ pub mod tokenizer_spec;
 #[cfg(feature = "wire")]
 pub mod convert;
 #[cfg(feature = "wire")]
+pub mod environment;
+#[cfg(feature = "wire")]
 pub mod live_requests;
 #[cfg(feature = "wire")]
 pub mod slo;

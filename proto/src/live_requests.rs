@@ -7,7 +7,7 @@
 //! request's generation: work of lower ones is ended, and kept out likewise. Time is
 //! an argument; nothing here waits.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
@@ -75,7 +75,7 @@ struct Live {
 /// The requests of one worker.
 #[derive(Debug, Default)]
 pub struct LiveRequests {
-    live: HashMap<RequestId, Live>,
+    live: BTreeMap<RequestId, Live>,
     tombstones: VecDeque<(Instant, RequestId)>,
     /// Generations below these are kept out; newest last.
     fences: VecDeque<(Instant, Fence)>,

@@ -106,6 +106,7 @@ impl WorkerInfo {
                     return;
                 }
                 tokio::select! {
+                    biased;
                     changed = state.changed() => if changed.is_err() { return },
                     () = tokio::time::sleep(WATCH_INTERVAL) => {}
                     () = tx.closed() => return,

@@ -465,8 +465,17 @@ impl Driver {
         let delivered = self
             .deliver(v1::generate_event::Event::Completed(completed))
             .await;
-        if delivered.is_ok() {
-            self.outcome.get_or_insert(Ok(()));
+        match &delivered {
+            Ok(()) => {
+                self.outcome.get_or_insert(Ok(()));
+            }
+            // The machine has finished and takes no tick any more.
+            Err(Event::Tick) => {
+                let message = "the request's time ended before its client took the last event";
+                let late = Error::new(ErrorKind::Deadline, message);
+                self.outcome.get_or_insert(Err(late));
+            }
+            Err(_) => {}
         }
         delivered.err()
     }

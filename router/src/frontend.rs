@@ -14,7 +14,7 @@ use baton_observability::labels::Outcome;
 use baton_observability::{AdminState, Readiness, Registry, RouterMetrics, logging, metrics_text};
 use baton_proto::slo::Slo;
 use baton_proto::work::check_priority;
-use baton_proto::{Error, ErrorKind, RequestId, v1};
+use baton_proto::{Error, ErrorKind, RequestId, environment, v1};
 use baton_tokenizer::{EncodeOptions, Tokenizer};
 use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
@@ -196,7 +196,7 @@ impl Frontend {
         } else {
             &call.request_id
         };
-        let unique: u64 = rand::random();
+        let unique: u64 = environment::random();
         let request_id = match &claims {
             Some(claims) => claims.request_id.clone(),
             None => format!("{}-{unique:016x}", validate::clean_request_id(given)),
@@ -212,7 +212,7 @@ impl Frontend {
         let prompt = validate::prompt(request, created)?;
         let prompt_field = prompt.field();
         let tokenizer = Arc::clone(&model.tokenizer);
-        let encoding = tokio::task::spawn_blocking(move || prompt.encode(&tokenizer));
+        let encoding = environment::off_runtime(move || prompt.encode(&tokenizer));
         let prompt = tokio::time::timeout_at(deadline, encoding)
             .await
             .map_err(|_| {
@@ -227,8 +227,8 @@ impl Frontend {
         if let Some(claims) = &claims {
             resuming::check_prompt(claims, prompt_field, &prompt)?;
         }
-        let sampling =
-            validate::sampling(Some(&wire_sampling), prompt.len(), &model, rand::random())?;
+        let seed = environment::random();
+        let sampling = validate::sampling(Some(&wire_sampling), prompt.len(), &model, seed)?;
         let resumed = match (&claims, received) {
             (Some(claims), Some(choices)) => {
                 check_parameters(claims, &sampling, &rules)?;

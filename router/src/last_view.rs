@@ -22,11 +22,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use baton_membership::{Role, View, WorkerRecord};
-use baton_proto::transport::TlsSettings;
-use baton_proto::{Error, WorkerId};
+use baton_proto::{Error, WorkerId, environment};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
+
+use crate::workers::Connect;
 
 /// How long workers stay that the store, read for the first time, does not have: they
 /// register again within a lease and a back-off.
@@ -135,13 +136,12 @@ impl Merge {
 }
 
 /// The settings of a [`LastView`].
-#[derive(Clone, Debug, Default)]
 pub struct Settings {
     pub seeds: Vec<Seed>,
     /// Where the view is kept.
     pub state_dir: Option<PathBuf>,
-    /// TLS towards workers.
-    pub tls: TlsSettings,
+    /// The way to workers.
+    pub connect: Arc<dyn Connect>,
 }
 
 /// Follows a store's view and fills it in.
@@ -159,7 +159,7 @@ impl LastView {
             Some(folder) => file::read(folder),
             None => Vec::new(),
         };
-        let now = Instant::now();
+        let now = tokio::time::Instant::now().into_std();
         let mut merge = Merge::new(remembered, now);
         let first = merge.view(&store.borrow(), now);
         Self {
@@ -196,7 +196,7 @@ impl LastView {
                 }
                 _ = timer.tick() => {
                     if self.merge.asks() && asking.is_empty() {
-                        asking.spawn(resolve::ask(self.addresses(), self.settings.tls.clone()));
+                        asking.spawn(resolve::ask(self.addresses(), Arc::clone(&self.settings.connect)));
                     }
                 }
             }
@@ -219,7 +219,7 @@ impl LastView {
     /// Hands the view on if it changed, and keeps what the store said.
     async fn publish(&mut self) {
         let store = Arc::clone(&self.store.borrow_and_update());
-        let next = self.merge.view(&store, Instant::now());
+        let next = self.merge.view(&store, tokio::time::Instant::now().into_std());
         let stale = next.stale_since.is_some();
         let last = Arc::clone(&self.view.borrow());
         let same = last.workers == next.workers && last.stale_since.is_some() == stale;
@@ -228,7 +228,7 @@ impl LastView {
         }
         if let Some(folder) = self.settings.state_dir.clone().filter(|_| !stale) {
             let records: Vec<WorkerRecord> = next.workers.values().cloned().collect();
-            let written = tokio::task::spawn_blocking(move || file::write(&folder, &records)).await;
+            let written = environment::off_runtime(move || file::write(&folder, &records)).await;
             if let Ok(Err(error)) = written {
                 tracing::warn!(%error, "the view of the cluster was not kept on disk");
             }

@@ -25,11 +25,12 @@ pub mod token_log;
 
 use std::time::Duration;
 
+use baton_proto::environment::{self, Defect};
 use baton_proto::sampling::FinishReason;
 use baton_proto::{Error, ErrorKind, TokenId, v1};
 
 pub use action::{Action, DecodeEvent, Event, PlaceQuery, PrefillEvent, Timeouts};
-use token_log::{Conflict, Drawn, TokenLog};
+use token_log::{Conflict, Drawn, Run, TokenLog};
 
 use crate::placement::{Placement, WorkerKey};
 
@@ -502,7 +503,13 @@ impl Request {
             let error = format!("choice {choice} is not one of {}", self.spec.n);
             return self.fail(Error::new(ErrorKind::Internal, error), out);
         };
-        match log.offer(first_index, run) {
+        let all = (self.attempt > 1 && environment::has(Defect::RetryNotDeduplicated))
+            .then(|| run.iter().map(|(token, _)| token.clone()).collect());
+        let offered = log.offer(first_index, run).map(|run| Run {
+            tokens: all.unwrap_or(run.tokens),
+            ..run
+        });
+        match offered {
             Ok(run) if run.tokens.is_empty() => {}
             Ok(run) => out.push(Action::Emit { choice, run }),
             Err(conflict) => self.conflict(&conflict, out),

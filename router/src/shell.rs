@@ -23,7 +23,7 @@ use crate::placement::LeastTokens;
 use crate::placement::prefix_index::PrefixIndex;
 use crate::resume::ResumeKeys;
 use crate::resume::fences::Fences;
-use crate::workers::{Follower, Patience, Workers};
+use crate::workers::{Connect, Follower, Over, Patience, Workers};
 
 /// A running router. Dropping it ends every request and aborts the rest;
 /// [`Router::stop`] drains and joins.
@@ -39,9 +39,22 @@ impl Router {
     /// # Errors
     /// [`ErrorKind::Invalid`] naming the wrong setting.
     pub fn start(config: RouterConfig, membership: Arc<dyn Membership>) -> Result<Self, Error> {
-        config.validate()?;
         // A certificate that cannot be read is found now, not at the first worker.
         config.worker_tls.client()?;
+        let connect = Over(config.worker_tls.clone());
+        Self::start_over(config, membership, Arc::new(connect))
+    }
+
+    /// The same, with another way to reach workers than connections of its own.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Invalid`] naming the wrong setting.
+    pub fn start_over(
+        config: RouterConfig,
+        membership: Arc<dyn Membership>,
+        connect: Arc<dyn Connect>,
+    ) -> Result<Self, Error> {
+        config.validate()?;
         let mut registry = Registry::default();
         let metrics = RouterMetrics::new(&mut registry);
         metrics.build.set(&[("version", env!("CARGO_PKG_VERSION"))]);
@@ -70,7 +83,7 @@ impl Router {
             last_view::Settings {
                 seeds: shared.config.seeds()?,
                 state_dir: shared.config.state_dir.clone(),
-                tls: shared.config.worker_tls.clone(),
+                connect: Arc::clone(&connect),
             },
             membership.watch(),
         );
@@ -79,7 +92,7 @@ impl Router {
         let follow = Follower {
             workers: Arc::clone(&shared.workers),
             view,
-            tls: shared.config.worker_tls.clone(),
+            connect,
             patience: Patience {
                 silence: Duration::from_millis(shared.config.worker_silence_ms),
                 lost: Duration::from_millis(shared.config.worker_lost_ms),

@@ -5,6 +5,7 @@
 //! rotation at once; one that falls silent or cannot be reached is lost, and the
 //! requests on it are told. Placement decides nothing here.
 
+mod connect;
 mod follow;
 mod models;
 
@@ -20,9 +21,9 @@ use baton_proto::model_card::ModelCard;
 use baton_proto::protocol::ProtocolVersion;
 use baton_proto::{Error, ErrorKind, ModelRevision, NumericsId, v1};
 use baton_tokenizer::Tokenizer;
-use tokio::sync::watch;
-use tonic::transport::Channel;
+use tokio::sync::{Notify, watch};
 
+pub use connect::{Broken, Channel, Connect, Over};
 pub use follow::{Follower, Patience};
 pub use models::ServedModel;
 
@@ -65,6 +66,9 @@ pub struct Worker {
     listed_ready: AtomicBool,
     listed_draining: AtomicBool,
     live: watch::Sender<Live>,
+    /// Notified when it falls silent or is lost. Every running request waits for that, and
+    /// shall not be woken by each word of the worker's load.
+    doubted: Notify,
     placed_requests: AtomicU32,
     placed_tokens: AtomicU32,
 }
@@ -87,6 +91,7 @@ impl Worker {
             listed_ready: AtomicBool::new(false),
             listed_draining: AtomicBool::new(false),
             live: watch::Sender::new(live),
+            doubted: Notify::new(),
             placed_requests: AtomicU32::new(0),
             placed_tokens: AtomicU32::new(0),
         };
@@ -123,20 +128,19 @@ impl Worker {
     /// `replaceable` says that its work could go elsewhere, which is asked again and
     /// again. Cancel safe.
     pub async fn lost(&self, replaceable: impl Fn() -> bool) -> Error {
-        let mut live = self.live.subscribe();
         loop {
+            let doubted = self.doubted.notified();
+            tokio::pin!(doubted);
+            doubted.as_mut().enable();
             let (link, reason) = {
-                let now = live.borrow_and_update();
+                let now = self.live.borrow();
                 (now.link, now.reason.clone())
             };
-            let changed = match link {
+            match link {
                 Link::Lost => return lost(reason),
                 Link::Silent if replaceable() => return lost(reason),
-                Link::Silent => tokio::time::timeout(DOUBT_INTERVAL, live.changed()).await,
-                _ => Ok(live.changed().await),
-            };
-            if matches!(changed, Ok(Err(_))) {
-                return lost("the router stopped following it".to_owned());
+                Link::Silent => drop(tokio::time::timeout(DOUBT_INTERVAL, doubted).await),
+                Link::New | Link::Up | Link::Broken => doubted.await,
             }
         }
     }

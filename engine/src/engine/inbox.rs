@@ -37,6 +37,20 @@ pub(crate) struct Inbox {
     /// Whether `queue` may hold a cancel, so that the loop looks without locking.
     cancel: AtomicBool,
     submissions_max: usize,
+    /// Called when something has arrived, where no thread waits for it.
+    #[cfg(feature = "test-support")]
+    pub(crate) on_arrival: std::sync::OnceLock<Arrival>,
+}
+
+/// Hears that something has arrived.
+#[cfg(feature = "test-support")]
+pub(crate) struct Arrival(pub(crate) Box<dyn Fn() + Send + Sync>);
+
+#[cfg(feature = "test-support")]
+impl std::fmt::Debug for Arrival {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Arrival")
+    }
 }
 
 impl Inbox {
@@ -46,6 +60,16 @@ impl Inbox {
             arrived: Condvar::new(),
             cancel: AtomicBool::new(false),
             submissions_max,
+            #[cfg(feature = "test-support")]
+            on_arrival: std::sync::OnceLock::new(),
+        }
+    }
+
+    fn wake(&self) {
+        self.arrived.notify_one();
+        #[cfg(feature = "test-support")]
+        if let Some(arrival) = self.on_arrival.get() {
+            (arrival.0)();
         }
     }
 
@@ -70,14 +94,14 @@ impl Inbox {
         }
         queue.commands.push_back(command);
         drop(queue);
-        self.arrived.notify_one();
+        self.wake();
         Ok(())
     }
 
     /// Refuses everything from now on and wakes the engine's thread.
     pub(crate) fn close(&self) {
         self.lock().closed = true;
-        self.arrived.notify_one();
+        self.wake();
     }
 
     pub(crate) fn is_closed(&self) -> bool {

@@ -7,7 +7,7 @@ use baton_observability::labels::Decision;
 use baton_observability::logging;
 use baton_proto::block_hash::{BlockHash, BlockHasher};
 use baton_proto::kv_layout::SPAN_TOKENS;
-use baton_proto::{Error, ErrorKind, NumericsId, TokenId, protocol, v1};
+use baton_proto::{Error, ErrorKind, NumericsId, TokenId, environment, protocol, v1};
 use tokio::time::Instant;
 
 use super::sessions::{DecodeSession, PrefillSession};
@@ -29,7 +29,7 @@ impl Driver {
             prompt_tokens: self.job.prompt.len() as u32,
             numerics: self.numerics.filter(|_| self.job.exact),
             exact: self.job.exact,
-            tie: rand::random(),
+            tie: environment::random(),
         };
         let placement = self.shared.policy.place(&candidates, &question)?;
         if let Some(prefill) = &placement.prefill {

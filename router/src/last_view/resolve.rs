@@ -1,24 +1,25 @@
 //! Asks workers at known addresses who they are.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_membership::{Capacity, Role, WorkerRecord, WorkerState};
 use baton_proto::protocol::{self, ProtocolVersion};
 use baton_proto::status::from_status;
-use baton_proto::transport::{self, TlsSettings};
 use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
 use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
 use baton_proto::{Epoch, Error, ErrorKind, v1};
 
 use super::Seed;
+use crate::workers::Connect;
 
 /// What one answer may take.
 const ANSWER_TIME: Duration = Duration::from_secs(1);
 
 /// The records of those who answer.
-pub(super) async fn ask(seeds: Vec<Seed>, tls: TlsSettings) -> Vec<WorkerRecord> {
+pub(super) async fn ask(seeds: Vec<Seed>, connect: Arc<dyn Connect>) -> Vec<WorkerRecord> {
     let asked = seeds.iter().map(|seed| async {
-        let answer = tokio::time::timeout(ANSWER_TIME, describe(seed, &tls)).await;
+        let answer = tokio::time::timeout(ANSWER_TIME, describe(seed, &*connect)).await;
         let late = || Error::new(ErrorKind::Unavailable, "no answer in time");
         match answer.unwrap_or_else(|_| Err(late())) {
             Ok(record) => Some(record),
@@ -32,8 +33,8 @@ pub(super) async fn ask(seeds: Vec<Seed>, tls: TlsSettings) -> Vec<WorkerRecord>
     answers.into_iter().flatten().collect()
 }
 
-async fn describe(seed: &Seed, tls: &TlsSettings) -> Result<WorkerRecord, Error> {
-    let channel = transport::channel(&seed.address, tls)?;
+async fn describe(seed: &Seed, connect: &dyn Connect) -> Result<WorkerRecord, Error> {
+    let channel = connect.connect(&seed.address)?;
     let request = v1::DescribeRequest {
         protocol: Some(protocol::CURRENT.into()),
     };

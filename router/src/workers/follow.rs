@@ -14,17 +14,16 @@ use std::time::Duration;
 use baton_membership::{View, WorkerRecord};
 use baton_proto::status::from_status;
 use baton_proto::tokenizer_spec::TokenizerSpec;
-use baton_proto::transport::{self, TlsSettings};
 use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
 use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
-use baton_proto::{Error, ErrorKind, limits, v1};
+use baton_proto::{Error, ErrorKind, environment, limits, v1};
 use baton_tokenizer::Tokenizer;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 
-use super::{Link, Worker, Workers};
+use super::{Connect, Link, Worker, Workers};
 use crate::placement::WorkerKey;
 
 /// Parts that a silence is counted in.
@@ -51,7 +50,7 @@ pub struct Patience {
 pub struct Follower {
     pub workers: Arc<Workers>,
     pub view: watch::Receiver<Arc<View>>,
-    pub tls: TlsSettings,
+    pub connect: Arc<dyn Connect>,
     pub patience: Patience,
     /// Told of each worker that left or was lost.
     pub on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
@@ -149,7 +148,7 @@ impl Follower {
     }
 
     fn connect(&self, record: &WorkerRecord) -> Result<Worker, Error> {
-        let channel = transport::channel(&record.control, &self.tls)?;
+        let channel = self.connect.connect(&record.control)?;
         Ok(Worker::new(record, channel))
     }
 }
@@ -162,16 +161,20 @@ fn doubt(worker: &Worker, reason: String) {
         live.ready = false;
         live.reason = reason;
     });
+    worker.doubted.notify_waiters();
 }
 
 fn lose(worker: &Worker, reason: &str) {
-    worker.live.send_if_modified(|live| {
+    let news = worker.live.send_if_modified(|live| {
         let news = live.link != Link::Lost;
         live.link = Link::Lost;
         live.ready = false;
         live.reason = reason.to_owned();
         news
     });
+    if news {
+        worker.doubted.notify_waiters();
+    }
 }
 
 async fn follow(
@@ -219,7 +222,7 @@ async fn follow_load(worker: &Worker, patience: Patience, on_gone: &(dyn Fn(&Wor
             }
         }
         // Spread out, so that routers do not all knock at once.
-        tokio::time::sleep(pause.mul_f64(rand::random_range(0.75..1.25))).await;
+        tokio::time::sleep(pause.mul_f64(0.75 + 0.5 * environment::random::<f64>())).await;
         pause = (pause * 2).min(PAUSE_LAST);
     }
 }
@@ -369,7 +372,7 @@ async fn load_tokenizer(worker: &Worker) -> Result<Tokenizer, Error> {
         json.extend_from_slice(&chunk.data);
     }
     let wanted = worker.card.tokenizer_hash.clone();
-    tokio::task::spawn_blocking(move || build_tokenizer(&json, &wanted))
+    environment::off_runtime(move || build_tokenizer(&json, &wanted))
         .await
         .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?
 }
