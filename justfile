@@ -19,5 +19,9 @@ lint:
 deny:
     cargo deny check
 
+# Simulated clusters for eight hours; the stories of those that break a promise.
+nightly minutes="480":
+    cargo run --release -p baton -- simulate --minutes {{minutes}} --from "$(date +%s)000"
+
 bench *flags:
     cargo run --release -p baton -- bench {{flags}}

@@ -61,6 +61,9 @@ pub enum CliCommand {
     /// what fewer bits cost a model.
     #[command(subcommand, after_help = help::BENCH)]
     Bench(BenchCommand),
+    /// Simulate whole clusters from seeds, with everything that goes wrong, and check them.
+    #[command(after_help = help::SIMULATE)]
+    Simulate(SimulateArgs),
     /// Fetch, list and inspect models.
     #[command(subcommand, after_help = help::MODEL)]
     Model(ModelCommand),
@@ -74,6 +77,35 @@ impl CliCommand {
             Self::Up(_) | Self::Router(_) | Self::Prefill(_) | Self::Decode(_)
         )
     }
+}
+
+/// What to simulate.
+#[derive(Clone, Debug, Args)]
+pub struct SimulateArgs {
+    /// Run this seed alone.
+    #[arg(long, env = "BATON_SEED", value_name = "SEED", conflicts_with_all = ["seeds", "minutes", "from"])]
+    pub seed: Option<u64>,
+    /// Run so many seeds [default: 100, or without end under --minutes].
+    #[arg(long, env = "BATON_SEEDS", value_name = "COUNT")]
+    pub seeds: Option<u64>,
+    /// The first of several seeds.
+    #[arg(long, env = "BATON_FROM", value_name = "SEED", default_value_t = 0)]
+    pub from: u64,
+    /// Begin runs for so long.
+    #[arg(long, env = "BATON_MINUTES", value_name = "MINUTES")]
+    pub minutes: Option<u64>,
+    /// Runs at a time [default: one per core].
+    #[arg(long, env = "BATON_JOBS", value_name = "COUNT")]
+    pub jobs: Option<usize>,
+    /// Stop at the first seed that breaks an invariant.
+    #[arg(long, env = "BATON_STOP_AT_FIRST")]
+    pub stop_at_first: bool,
+    /// Print everything that happened, not only the stories of broken seeds.
+    #[arg(long, env = "BATON_TRACE", conflicts_with = "json")]
+    pub trace: bool,
+    /// Print one JSON object instead of text.
+    #[arg(long, env = "BATON_JSON")]
+    pub json: bool,
 }
 
 /// An address to listen at.

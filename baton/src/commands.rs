@@ -5,6 +5,7 @@ pub mod chat;
 pub mod generate;
 pub mod model;
 pub mod roles;
+pub mod simulate;
 pub mod source;
 pub mod up;
 
@@ -22,6 +23,7 @@ use crate::cli::CliCommand;
 pub fn run(command: CliCommand) -> anyhow::Result<()> {
     match command {
         CliCommand::Bench(command) => bench::run(command),
+        CliCommand::Simulate(args) => simulate::run(&args),
         CliCommand::Model(command) => model::run(command),
         CliCommand::Up(args) => up::run(*args),
         CliCommand::Router(args) => roles::router(*args),

@@ -19,10 +19,11 @@ fn main() -> ExitCode {
 }
 
 fn run(cli: cli::Cli) -> anyhow::Result<()> {
-    let default_filter = if cli.command.is_interactive() {
-        "warn"
-    } else {
-        "info"
+    let default_filter = match &cli.command {
+        // Clusters break all the time there; the trace says what a log would.
+        cli::CliCommand::Simulate(_) => "off",
+        command if command.is_interactive() => "warn",
+        _ => "info",
     };
     let filter = cli.log.as_deref().unwrap_or(default_filter);
     baton_observability::logging::init(cli.log_format, filter)?;

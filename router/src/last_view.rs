@@ -219,7 +219,9 @@ impl LastView {
     /// Hands the view on if it changed, and keeps what the store said.
     async fn publish(&mut self) {
         let store = Arc::clone(&self.store.borrow_and_update());
-        let next = self.merge.view(&store, tokio::time::Instant::now().into_std());
+        let next = self
+            .merge
+            .view(&store, tokio::time::Instant::now().into_std());
         let stale = next.stale_since.is_some();
         let last = Arc::clone(&self.view.borrow());
         let same = last.workers == next.workers && last.stale_since.is_some() == stale;

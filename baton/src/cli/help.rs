@@ -123,3 +123,17 @@ Examples:
   baton model inspect smollm2-135m-instruct
   baton model inspect ./model.gguf --json
   baton model inspect ./folder-with-config-and-safetensors";
+
+pub const SIMULATE: &str = "\
+Examples:
+  baton simulate
+      100 clusters, each from its seed: workers, clients and faults; a line of counts
+  baton simulate --seeds 5000 --from 100000
+  baton simulate --seed 42 --trace
+      one of them again, line by line: time, request, attempt (a1), worker and life, event
+  baton simulate --minutes 480 --json > night.json
+A run is one thread, virtual time and this binary's own router, workers, scheduler,
+block pools, handoff and membership; only sockets, clocks and arithmetic are replaced.
+Invariants: every request answered by its deadline, no token repeated, missing or wrong,
+no block lost or touched after it was freed, one owner per request, no needless error,
+no panic. A seed that breaks one tells its story; then the exit status is 1.";
