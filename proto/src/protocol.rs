@@ -22,12 +22,11 @@ pub struct ProtocolVersion {
 pub const FEATURE_TCP_LANE: u64 = 1 << 0;
 /// The data lane can hand blocks over inside one process.
 pub const FEATURE_LOOPBACK_LANE: u64 = 1 << 1;
-/// The data port can read what is lent to it over NIXL; set only if it was told to.
-pub const FEATURE_NIXL_LANE: u64 = 1 << 2;
-
 /// Blocks of another layout can be sent, or re-laid out on arrival: see
 /// [`crate::relayout`].
 pub const FEATURE_RELAYOUT: u64 = 1 << 2;
+/// The data port can read what is lent to it over NIXL; set only if it was told to.
+pub const FEATURE_NIXL_LANE: u64 = 1 << 3;
 
 /// What this build speaks.
 pub const CURRENT: ProtocolVersion = ProtocolVersion {
@@ -69,6 +68,18 @@ fn mismatch(field: &str, ours: u32, theirs: u32) -> Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn every_feature_has_a_bit_of_its_own() {
+        let all = [
+            FEATURE_TCP_LANE,
+            FEATURE_LOOPBACK_LANE,
+            FEATURE_RELAYOUT,
+            FEATURE_NIXL_LANE,
+        ];
+        let both = all.iter().fold(0, |both, one| both | one);
+        assert_eq!(both.count_ones() as usize, all.len());
+    }
 
     #[test]
     fn accepts_the_neighbouring_minor_and_refuses_the_rest_by_name() {
