@@ -235,11 +235,12 @@ impl Executor for HashExecutor {
                 ..StepOutput::default()
             };
             for (row, states) in step.plan.rows.iter().zip(&step.states) {
-                if row.logits == LogitsWanted::Last {
+                if row.logits != LogitsWanted::None {
                     let last = states.last().expect("a row has at least one token");
                     write_logits(*last, &mut output.logits);
                 }
             }
+            give_best_alone(&step.plan, &mut output);
             return Ok(StepEvent::Done(output));
         }
         let layout = self.memory.layout();
@@ -286,6 +287,29 @@ impl Executor for HashExecutor {
         }
         Ok(())
     }
+}
+
+/// Where all rows asked for no more than the best of the same ids, it is all they get.
+fn give_best_alone(plan: &StepPlan, output: &mut StepOutput) {
+    let wanted = plan.rows.iter().map(|row| row.logits);
+    let mut wanted = wanted.filter(|wanted| *wanted != LogitsWanted::None);
+    let Some(LogitsWanted::Best { known }) = wanted.next() else {
+        return;
+    };
+    if !wanted.all(|wanted| wanted == LogitsWanted::Best { known }) {
+        return;
+    }
+    let best = |row: &[f32]| {
+        let known = &row[..known as usize];
+        let best = (0..known.len()).reduce(|a, b| if known[b] > known[a] { b } else { a });
+        best.map(|id| id as TokenId)
+    };
+    output.best = output
+        .logits
+        .chunks_exact(VOCAB as usize)
+        .map(best)
+        .collect();
+    output.logits.clear();
 }
 
 /// What a choice must look like.
