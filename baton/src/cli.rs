@@ -62,6 +62,7 @@ pub enum CliCommand {
     #[command(subcommand, after_help = help::BENCH)]
     Bench(BenchCommand),
     /// Simulate whole clusters from seeds, with everything that goes wrong, and check them.
+    #[cfg(feature = "simulate")]
     #[command(after_help = help::SIMULATE)]
     Simulate(SimulateArgs),
     /// Fetch, list and inspect models.
@@ -80,6 +81,7 @@ impl CliCommand {
 }
 
 /// What to simulate.
+#[cfg(feature = "simulate")]
 #[derive(Clone, Debug, Args)]
 pub struct SimulateArgs {
     /// Run this seed alone.

@@ -5,6 +5,7 @@ pub mod chat;
 pub mod generate;
 pub mod model;
 pub mod roles;
+#[cfg(feature = "simulate")]
 pub mod simulate;
 pub mod source;
 pub mod up;
@@ -23,6 +24,7 @@ use crate::cli::CliCommand;
 pub fn run(command: CliCommand) -> anyhow::Result<()> {
     match command {
         CliCommand::Bench(command) => bench::run(command),
+        #[cfg(feature = "simulate")]
         CliCommand::Simulate(args) => simulate::run(&args),
         CliCommand::Model(command) => model::run(command),
         CliCommand::Up(args) => up::run(*args),

@@ -21,6 +21,7 @@ fn main() -> ExitCode {
 fn run(cli: cli::Cli) -> anyhow::Result<()> {
     let default_filter = match &cli.command {
         // Clusters break all the time there; the trace says what a log would.
+        #[cfg(feature = "simulate")]
         cli::CliCommand::Simulate(_) => "off",
         command if command.is_interactive() => "warn",
         _ => "info",

@@ -124,6 +124,7 @@ Examples:
   baton model inspect ./model.gguf --json
   baton model inspect ./folder-with-config-and-safetensors";
 
+#[cfg(feature = "simulate")]
 pub const SIMULATE: &str = "\
 Examples:
   baton simulate
