@@ -313,6 +313,8 @@ impl Core {
             self.report_layer(row, layer);
         }
         let mut cancelled = std::mem::take(&mut self.cancelled);
+        // Those of a step before are no news of this one.
+        cancelled.clear();
         cancels(&mut cancelled);
         let unwanted = !cancelled.is_empty() && rows.iter().all(|row| cancelled.contains(&row.key));
         self.cancelled = cancelled;
