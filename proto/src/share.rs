@@ -52,6 +52,6 @@ mod tests {
     fn a_small_queue_is_not_wasted() {
         assert_eq!(filled(1, 1), [1]);
         assert_eq!(filled(4, 1), [4]);
-        assert_eq!(filled(8, 1), [6]);
+        assert_eq!(filled(8, 1), [7]);
     }
 }

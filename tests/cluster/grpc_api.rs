@@ -242,13 +242,19 @@ async fn errors_carry_their_details() {
     assert_eq!(violations(&status), ["temperature"]);
 
     let mut priority = long(3, 1);
-    priority.priority = 4;
+    priority.priority = 101;
     let status = ending(&open, Request::new(priority)).await;
+    assert_eq!(status.code(), Code::InvalidArgument);
+    assert_eq!(violations(&status), ["priority"]);
+
+    let mut adapted = long(3, 1);
+    adapted.adapter = "a".into();
+    let status = ending(&open, Request::new(adapted)).await;
     assert_eq!(
         (status.code(), reason(&status)),
         (Code::Unimplemented, "UNSUPPORTED".into())
     );
-    assert_eq!(violations(&status), ["priority"]);
+    assert_eq!(violations(&status), ["adapter"]);
 
     let status = ending(&open, Request::new(long(4090, 1))).await;
     assert_eq!(status.code(), Code::InvalidArgument);

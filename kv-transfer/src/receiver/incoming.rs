@@ -190,6 +190,9 @@ impl Incoming {
     /// bytes. Each piece is checksummed while it is in the nearest cache. Without the right
     /// to write, nothing is copied.
     pub(crate) fn take(&mut self, scratch: &mut [u8], mut fill: impl FnMut(&mut [u8])) {
+        if self.staged.is_some() {
+            return self.take_aside(fill);
+        }
         let guard = match &self.destination {
             Some(destination) => Entry::guard(&destination.entry, destination.lane),
             None => None,
@@ -297,6 +300,19 @@ impl Incoming {
             payload,
             extra: got - payload,
         })
+    }
+
+    /// As [`Incoming::take`], away from any block.
+    fn take_aside(&mut self, mut fill: impl FnMut(&mut [u8])) {
+        while self.remaining > 0 {
+            let piece = self.read_aside(&mut [], |buffers| {
+                let room = buffers.first_mut().map_or(&mut [][..], |buffer| buffer);
+                let piece = room.len().min(PIECE_BYTES);
+                fill(&mut room[..piece]);
+                Ok(piece)
+            });
+            debug_assert!(piece.is_ok_and(|piece| piece.payload > 0));
+        }
     }
 
     fn read_scratch(
