@@ -163,7 +163,8 @@ mod tests {
     #[test]
     fn parts_are_as_large_as_asked_and_found_by_name_after_a_copy() {
         for part_bytes in [4 << 10, 64 << 10] {
-            let total = 2 << 20;
+            // Enough blocks that two shuffles differ.
+            let total = 32 << 20;
             let mut from = Arena::new(part_bytes, total, PoolSharing::Private, 1).unwrap();
             let mut to = Arena::new(part_bytes, total, PoolSharing::Lendable, 2).unwrap();
             from.fill(3);
