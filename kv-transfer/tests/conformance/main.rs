@@ -52,9 +52,12 @@
 //! [`Protections::ALL`].
 //!
 //! # Longer
-//! `conformance 'killed at' 'receiver killed' --runs 2000` kills for about ten minutes. With
-//! `--runs 60`, 300 deaths over TCP and 300 of real processes over lent memory lost nothing;
-//! nor did 300 runs in memory each of the stale, cancel, cut, lease and duplicate kinds.
+//! `conformance killed --runs 2000` kills for the better part of an hour. In memory 2,000 senders
+//! each at 25, 50 and 75 %, 600 at 99 %, and 2,000 receivers died (half of the senders with
+//! another one that took over): nothing wrong, leaked or hung. With `--runs 60`, 300 deaths
+//! over TCP and 300 of real processes over lent memory lost nothing; nor did 300 runs in memory
+//! each of the stale, cancel, cut, lease and duplicate kinds. `handoff`'s soak kept both cores
+//! of a machine busy for ten minutes, at a load of 14, and took nobody for dead.
 //!
 //! # Arguments
 //! `conformance [FILTER] [--seed N] [--runs N] [--list]`: only kinds whose
