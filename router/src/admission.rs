@@ -225,14 +225,17 @@ impl Permit {
 
     /// The first token is out: the request no longer waits.
     pub fn started(&mut self) {
-        let tokens = self.waits_no_more();
-        self.shared.lock().pace.started(tokens, Instant::now());
+        self.waits_no_more(true);
     }
 
-    fn waits_no_more(&mut self) -> u64 {
-        let tokens = std::mem::take(&mut self.tokens);
+    /// Said with every token: only the first time costs anything.
+    fn waits_no_more(&mut self, started: bool) {
         if std::mem::take(&mut self.pending) {
+            let tokens = std::mem::take(&mut self.tokens);
             let mut counts = self.shared.lock();
+            if started {
+                counts.pace.started(tokens, Instant::now());
+            }
             counts.pending_requests -= 1;
             counts.pending_tokens -= tokens;
             if let Some(own) = counts.tenants.get_mut(&self.tenant) {
@@ -241,13 +244,12 @@ impl Permit {
             }
             self.shared.publish(&counts);
         }
-        tokens
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        self.waits_no_more();
+        self.waits_no_more(false);
         let mut counts = self.shared.lock();
         counts.requests -= 1;
         if let Some(own) = counts.tenants.get_mut(&self.tenant) {

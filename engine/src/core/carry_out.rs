@@ -161,15 +161,16 @@ impl Core {
     /// Moves the fair clock on to those that just had their turn.
     fn note_turns(&mut self, admitted: &[Admission]) {
         let tag = |sequence: &Sequence| self.requests[&sequence.key].tag;
+        let tags = admitted.iter().map(|one| tag(&self.sequences[&one.id]));
+        let Some(latest) = tags.max() else {
+            return;
+        };
         let waiting = self
             .sequences
             .values()
             .filter(|s| s.stage == Stage::Waiting);
         let least = waiting.map(tag).min();
-        let tags = admitted.iter().map(|one| tag(&self.sequences[&one.id]));
-        for tag in tags.collect::<Vec<u64>>() {
-            self.fair_clock.served(tag, least);
-        }
+        self.fair_clock.served(latest, least);
     }
 
     /// Takes a sequence's blocks away; it waits and is recomputed.

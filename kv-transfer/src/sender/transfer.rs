@@ -215,19 +215,17 @@ impl Transfer {
                 if let Some(error) = ended(inner.state.phase()) {
                     return Some(Err(error));
                 }
-                inner
-                    .state
-                    .has_room()
-                    .then(|| inner.state.push(group, layer, blocks))
+                let state = &mut inner.state;
+                state.has_room().then(|| {
+                    state.push(group, layer, blocks)?;
+                    Ok(state.needs_a_look())
+                })
             })
             .await;
-        if self
-            .shared
-            .update_quietly(|inner| inner.state.needs_a_look())
-        {
+        if pushed? {
             self.shared.bell.ring();
         }
-        pushed
+        Ok(())
     }
 
     /// Says that everything was pushed, and waits for the receiver's word. `payload` is
