@@ -1,9 +1,11 @@
 //! The calls into NIXL, behind types whose drop order keeps its promises.
 //!
 //! An agent is used by one thread at a time. The lender's has a thread of NIXL's own besides,
-//! because UCX over TCP answers reads only while somebody turns its wheel; it sleeps up to
+//! because UCX answers those who connect only while somebody turns its wheel; it sleeps up to
 //! [`PROGRESS_SLEEP`] in between, since NIXL's default burns a core. A lane's agent has none:
 //! whoever waits for a read turns the wheel by asking for it.
+//!
+//! Only reads that need nobody at the other end are used: see [`ONE_SIDED_ONLY`].
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString};
@@ -30,14 +32,22 @@ const PROGRESS_SLEEP: Duration = Duration::from_millis(1);
 /// For the first read of a lane: what cannot be reached by then is not reached by NIXL.
 const PROBE_MAX: Duration = Duration::from_millis(600);
 const BACKEND: &str = "UCX";
+/// Settings of UCX that NIXL passes on; a `UCX_…` variable of the same name goes before them.
+///
+/// Where the fabric has no reads (TCP), UCX would emulate them: the other end's thread answers
+/// each with messages. The lane's own TCP is many times faster than that, and in UCX 1.23 a
+/// reader that dies while it is answered ends the process that answers. Without emulation
+/// the first read fails instead, and the lane carries the bytes itself.
+const ONE_SIDED_ONLY: (&str, &str) = ("engine_config", "PROTO_EMULATION_ENABLE=n");
 
 /// Every entry point that the calls below lead to. `nixl-sys` ends the process when it misses
 /// one, so that they are looked for first.
-const ENTRY_POINTS: [&CStr; 27] = [
+const ENTRY_POINTS: [&CStr; 28] = [
     c"nixl_capi_create_configured_agent",
     c"nixl_capi_destroy_agent",
     c"nixl_capi_get_plugin_params",
     c"nixl_capi_destroy_mem_list",
+    c"nixl_capi_params_add",
     c"nixl_capi_destroy_params",
     c"nixl_capi_create_backend",
     c"nixl_capi_destroy_backend",
@@ -104,7 +114,9 @@ impl Loaded {
         let failed = |error| failed(what, &error);
         let agent =
             Agent::new_configured(&agent_name(role), &configuration(progress)).map_err(failed)?;
-        let (_memory, parameters) = agent.get_plugin_params(BACKEND).map_err(failed)?;
+        let (_memory, mut parameters) = agent.get_plugin_params(BACKEND).map_err(failed)?;
+        let (key, value) = ONE_SIDED_ONLY;
+        parameters.set(key, value).map_err(failed)?;
         agent.create_backend(BACKEND, &parameters).map_err(failed)?;
         Ok(agent)
     }

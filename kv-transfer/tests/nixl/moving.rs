@@ -133,6 +133,35 @@ async fn one_end_alone_goes_over_tcp_or_is_refused() {
     assert!(failure.contains("cannot read over nixl"), "{failure}");
 }
 
+/// UCX takes its transports from the environment, so this needs a process of its own: the same
+/// test again.
+#[tokio::test]
+async fn where_ucx_can_only_emulate_reads_the_lane_carries_the_bytes() {
+    const TRANSPORTS: &str = "UCX_TLS";
+    let Some(library) = library() else { return };
+    if std::env::var(TRANSPORTS).as_deref() != Ok("tcp") {
+        let name = "moving::where_ucx_can_only_emulate_reads_the_lane_carries_the_bytes";
+        let again = std::process::Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(TRANSPORTS, "tcp")
+            .output();
+        let again = again.unwrap();
+        let said = String::from_utf8_lossy(&again.stdout);
+        assert!(
+            again.status.success() && said.contains("1 passed"),
+            "{again:?}"
+        );
+        return;
+    }
+    let both = [TransportKind::Nixl, TransportKind::Tcp];
+    let shape = Shape::single(4, 20, 5000);
+    let mut pair = pair_of(Via::Tcp, shape, 5, Some(&library), Some(&library), &both);
+    let before = pair.snapshot();
+    assert_eq!(pair.hand_off(b"").await, CommitOutcome::Committed);
+    assert_eq!(completed_by(&mut pair).await, TransportKind::Tcp);
+    pair.assert_equal(&before);
+}
+
 #[test]
 fn what_is_no_library_is_refused_by_name() {
     let nowhere = Path::new("/nowhere");
