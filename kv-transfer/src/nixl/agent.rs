@@ -29,8 +29,10 @@ use crate::wake::lock;
 
 /// How long NIXL's thread may sleep before it looks whether there is something to do.
 const PROGRESS_SLEEP: Duration = Duration::from_millis(1);
-/// For the first read of a lane: what cannot be reached by then is not reached by NIXL.
+/// For the first read of a lane, or this share of the time that a silent peer has: what cannot be
+/// reached by then is not reached by NIXL.
 const PROBE_MAX: Duration = Duration::from_millis(600);
+const PROBE_SHARE: f64 = 0.6;
 const BACKEND: &str = "UCX";
 /// Settings of UCX that NIXL passes on; a `UCX_…` variable of the same name goes before them.
 ///
@@ -294,11 +296,13 @@ pub(crate) struct Reads {
 }
 
 impl Reads {
-    /// An agent that can read what `lend` describes, shown by a first read.
+    /// An agent that can read what `lend` describes, shown by a first read from a sender that may
+    /// be silent for `silence_max`.
     pub(crate) fn open(
         library: &NixlLibrary,
         lend: &Lend,
         staging: usize,
+        silence_max: Duration,
     ) -> Result<Self, NixlError> {
         let agent = library.loaded.agent("pull", false)?;
         let staging = Staging::new(staging);
@@ -311,11 +315,11 @@ impl Reads {
             peer,
             staging,
         };
-        reads.probe(lend)?;
+        reads.probe(lend, PROBE_MAX.max(silence_max.mul_f64(PROBE_SHARE)))?;
         Ok(reads)
     }
 
-    fn probe(&mut self, lend: &Lend) -> Result<(), NixlError> {
+    fn probe(&mut self, lend: &Lend, patience: Duration) -> Result<(), NixlError> {
         let what = "reach the sender's memory";
         let piece = Piece {
             to: 0,
@@ -323,10 +327,10 @@ impl Reads {
             len: PROBE_BYTES,
         };
         let read = self.post(&[piece])?;
-        let until = Instant::now() + PROBE_MAX;
+        let until = Instant::now() + patience;
         while !self.is_done(&read)? {
             if Instant::now() >= until {
-                let reason = format!("no answer within {PROBE_MAX:?}");
+                let reason = format!("no answer within {patience:?}");
                 return Err(failed(what, &reason));
             }
             std::thread::sleep(Duration::from_micros(50));

@@ -102,7 +102,7 @@ impl Puller {
         times: Times,
         now: Instant,
     ) -> Result<Self, NixlError> {
-        let reads = Reads::open(library, &lend, STAGING_BYTES)?;
+        let reads = Reads::open(library, &lend, STAGING_BYTES, times.silence_max)?;
         Ok(Self {
             regions: lend.regions,
             ring: Ring::new(STAGING_BYTES),

@@ -145,8 +145,11 @@ impl Over {
     /// Every run, several at a time; each kind's seconds are those of its runs together.
     fn run_all(self, kinds: &[Kind], seeds: &[u64]) -> Vec<(Kind, Row, f64)> {
         let threads = match self {
-            Self::Mem | Self::Relaid => std::thread::available_parallelism().map_or(1, usize::from),
-            Self::Tcp | Self::Shm | Self::Nixl => SOCKET_THREADS,
+            // Agents take a processor while they start.
+            Self::Mem | Self::Relaid | Self::Nixl => {
+                std::thread::available_parallelism().map_or(1, usize::from)
+            }
+            Self::Tcp | Self::Shm => SOCKET_THREADS,
         };
         let runs: Vec<(usize, u64)> = (0..kinds.len())
             .flat_map(|kind| seeds.iter().map(move |seed| (kind, *seed)))
