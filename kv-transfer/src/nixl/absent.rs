@@ -38,6 +38,7 @@ impl Reads {
         library: &super::NixlLibrary,
         _lend: &Lend,
         _staging: usize,
+        _silence_max: std::time::Duration,
     ) -> Result<Self, NixlError> {
         match library.loaded.0 {}
     }
