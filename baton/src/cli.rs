@@ -57,6 +57,9 @@ pub enum CliCommand {
     /// Talk to a model in the terminal.
     #[command(after_help = help::CHAT)]
     Chat(Box<ChatArgs>),
+    /// Watch a running cluster: its workers, their load, queues and KV blocks.
+    #[command(after_help = help::TOP)]
+    Top(TopArgs),
     /// Measure a running server (latency, throughput, what long prompts do to others), or
     /// what fewer bits cost a model.
     #[command(subcommand, after_help = help::BENCH)]
@@ -78,6 +81,45 @@ impl CliCommand {
             Self::Up(_) | Self::Router(_) | Self::Prefill(_) | Self::Decode(_)
         )
     }
+}
+
+/// Which router to watch, and how.
+#[derive(Clone, Debug, Args)]
+pub struct TopArgs {
+    /// The router's HTTP front door.
+    #[arg(long, env = "BATON_URL", default_value = "http://127.0.0.1:8000")]
+    pub url: String,
+    /// Milliseconds between two looks.
+    #[arg(long, env = "BATON_INTERVAL_MS", default_value_t = 1_000, value_parser = clap::value_parser!(u64).range(100..=3_600_000))]
+    pub interval_ms: u64,
+    /// Look once and end.
+    #[arg(long, env = "BATON_ONCE")]
+    pub once: bool,
+    /// Print the router's answer of each look as one line of JSON.
+    #[arg(long, env = "BATON_JSON")]
+    pub json: bool,
+    /// Bearer key, if the router wants one.
+    #[arg(long, env = "BATON_API_KEY", hide_env_values = true)]
+    pub api_key: Option<String>,
+    /// Authorities trusted for the router (PEM) [default: the public ones].
+    #[arg(long, env = "BATON_TLS_AUTHORITY", value_name = "FILE")]
+    pub tls_authority: Option<PathBuf>,
+    /// Certificate to show to the router (PEM), if it wants one.
+    #[arg(
+        long,
+        env = "BATON_TLS_CERTIFICATE",
+        value_name = "FILE",
+        requires = "tls_key"
+    )]
+    pub tls_certificate: Option<PathBuf>,
+    /// Private key of that certificate (PEM).
+    #[arg(
+        long,
+        env = "BATON_TLS_KEY",
+        value_name = "FILE",
+        requires = "tls_certificate"
+    )]
+    pub tls_key: Option<PathBuf>,
 }
 
 /// What to simulate.

@@ -8,6 +8,7 @@ pub mod roles;
 #[cfg(feature = "simulate")]
 pub mod simulate;
 pub mod source;
+pub mod top;
 pub mod up;
 
 use std::time::{Duration, Instant};
@@ -33,6 +34,7 @@ pub fn run(command: CliCommand) -> anyhow::Result<()> {
         CliCommand::Decode(args) => roles::decode(*args),
         CliCommand::Generate(args) => generate::run(*args),
         CliCommand::Chat(args) => chat::run(*args),
+        CliCommand::Top(args) => top::run(&args),
     }
 }
 

@@ -381,6 +381,11 @@ impl Frontend {
         &self.shared.metrics
     }
 
+    /// The workers of this router.
+    pub(crate) fn workers(&self) -> &Workers {
+        &self.shared.workers
+    }
+
     /// The settings in force.
     pub fn config(&self) -> &RouterConfig {
         &self.shared.config

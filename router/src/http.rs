@@ -40,6 +40,7 @@ use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
 
 use crate::frontend::{CallContext, Frontend, GenerateStream};
+use crate::view::ClusterView;
 use fault::Fault;
 use request::Call;
 
@@ -95,6 +96,7 @@ pub fn routes(frontend: Frontend, admin: AdminState) -> Routes {
         .route("/v1/chat/completions", post(chat))
         .route("/v1/completions", post(completions))
         .route("/v1/models", get(models))
+        .route("/cluster", get(cluster))
         .route("/v1/models/{*name}", get(model))
         .route("/tokenize", post(tokenize))
         .route("/detokenize", post(detokenize))
@@ -201,6 +203,11 @@ fn model_object(model: &v1::Model) -> serde_json::Value {
         "decode_workers": model.decode_workers,
         "has_chat_template": model.has_chat_template,
     })
+}
+
+async fn cluster(State(frontend): State<Frontend>, headers: HeaderMap) -> Result<Response, Fault> {
+    context(&frontend, &headers)?;
+    Ok(axum::Json(ClusterView::of(&frontend)).into_response())
 }
 
 async fn tokenize(

@@ -30,9 +30,11 @@ pub mod resume;
 pub mod shell;
 pub mod text;
 pub mod validate;
+pub mod view;
 pub mod workers;
 
 pub use auth::Tenant;
 pub use config::RouterConfig;
 pub use frontend::{CallContext, Frontend, GenerateStream};
 pub use shell::{Router, serve};
+pub use view::ClusterView;

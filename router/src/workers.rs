@@ -112,7 +112,8 @@ impl Worker {
         self.listed_ready.load(Ordering::Relaxed) && live.link == Link::Up && live.ready
     }
 
-    fn state(&self) -> MemberState {
+    /// What it is doing, in one word.
+    pub fn state(&self) -> MemberState {
         if self.is_ready() {
             return MemberState::Ready;
         }
@@ -122,6 +123,11 @@ impl Worker {
             Link::Up if self.listed_ready.load(Ordering::Relaxed) => MemberState::Draining,
             Link::New | Link::Up => MemberState::Starting,
         }
+    }
+
+    /// What it said last.
+    pub fn live(&self) -> Live {
+        self.live.borrow().clone()
     }
 
     /// Resolves when the worker is lost, with the reason; or when it is silent and
@@ -227,6 +233,11 @@ impl Workers {
     /// The worker of this life, if it is still listed.
     pub fn get(&self, key: &WorkerKey) -> Option<Arc<Worker>> {
         self.current().get(key).cloned()
+    }
+
+    /// Every worker that is listed, whatever its state.
+    pub fn all(&self) -> Vec<Arc<Worker>> {
+        self.current().values().cloned().collect()
     }
 
     /// The workers of one model revision that take work.

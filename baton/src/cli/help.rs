@@ -49,6 +49,20 @@ Examples:
   baton decode --etcd http://127.0.0.1:2379 --model ./model.gguf --cores 2,3
 SIGTERM takes the worker out of the cluster, lets its requests end and stops it.";
 
+pub const TOP: &str = "\
+Examples:
+  baton top
+      the router on this machine; q ends
+  baton top --url https://router.example:8000 --api-key KEY --tls-authority ca.pem
+  baton top --once
+      one look as plain text, for a script or a mail
+  baton top --once --json | jq -r '.workers[] | select(.state != \"ready\") | .id'
+      the workers that take no work
+A worker is ready, starting, draining (its streams end, nothing new goes there) or lost (its
+connection says nothing; the reason stands in the line below it). RUN and WAIT are requests at the worker,
+PREFILL the prompt tokens it has yet to compute; of KV blocks # are in use and + are kept for
+prompts to come. Rates are those since the last look.";
+
 pub const GENERATE: &str = "\
 Examples:
   baton generate 'Why is the sky blue?'

@@ -4,6 +4,8 @@
 //!
 //! What the cluster computes is not looked at here.
 
+mod top;
+
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
