@@ -348,6 +348,12 @@ pub struct EtcdArgs {
     /// Authorities trusted for etcd (PEM).
     #[arg(long, env = "BATON_ETCD_AUTHORITY", value_name = "FILE")]
     pub etcd_authority: Option<PathBuf>,
+    /// Certificate to show to etcd (PEM), if it asks for one.
+    #[arg(long, env = "BATON_ETCD_CERTIFICATE", value_name = "FILE")]
+    pub etcd_certificate: Option<PathBuf>,
+    /// Private key of that certificate (PEM).
+    #[arg(long, env = "BATON_ETCD_KEY", value_name = "FILE")]
+    pub etcd_key: Option<PathBuf>,
 }
 
 /// What every worker process has.

@@ -1,7 +1,7 @@
 //! From flags to the roles' configurations.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -185,15 +185,31 @@ pub fn membership(args: &EtcdArgs) -> anyhow::Result<Arc<dyn Membership>> {
             password: password.clone(),
         });
     }
-    if let Some(path) = &args.etcd_authority {
-        let pem = std::fs::read_to_string(path)
-            .with_context(|| format!("`--etcd-authority`: read `{}`", path.display()))?;
-        config.tls = Some(baton_membership::TlsConfig {
-            ca_pem: Some(pem),
-            ..baton_membership::TlsConfig::default()
-        });
-    }
+    config.tls = etcd_tls(args)?;
     Ok(Arc::new(Etcd::start(config)?))
+}
+
+fn etcd_tls(args: &EtcdArgs) -> anyhow::Result<Option<baton_membership::TlsConfig>> {
+    both_or_neither(
+        ("--etcd-certificate", &args.etcd_certificate),
+        ("--etcd-key", &args.etcd_key),
+    )?;
+    let pem = |flag: &str, path: &Option<PathBuf>| {
+        let text = path.as_ref().map(|path| {
+            let shown = path.display();
+            std::fs::read_to_string(path).with_context(|| format!("`{flag}`: read `{shown}`"))
+        });
+        text.transpose()
+    };
+    let ca_pem = pem("--etcd-authority", &args.etcd_authority)?;
+    let certificate = pem("--etcd-certificate", &args.etcd_certificate)?;
+    let identity_pem = certificate.zip(pem("--etcd-key", &args.etcd_key)?);
+    let wanted = ca_pem.is_some() || identity_pem.is_some();
+    Ok(wanted.then(|| baton_membership::TlsConfig {
+        ca_pem,
+        identity_pem,
+        domain: None,
+    }))
 }
 
 fn worker_id(args: &WorkerArgs, role: &str) -> WorkerId {

@@ -129,6 +129,15 @@ impl Connector {
         bounded(what, self.request_timeout, call).await
     }
 
+    /// How long a call that failed may be tried again: not at all where there is no other member.
+    pub(super) fn patience(&self) -> Duration {
+        if self.endpoints.len() > 1 {
+            self.request_timeout
+        } else {
+            Duration::ZERO
+        }
+    }
+
     /// After a failure: makes the next [`Connector::client`] log in again if that may help.
     pub(super) async fn note(&self, error: &CallError) {
         if error.is_unauthenticated() {

@@ -46,6 +46,8 @@ const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
 /// Writers that change the key between our read and our write, before we wait.
 const CLAIM_TRIES: u32 = 5;
+/// Before leaving is tried again.
+const ANOTHER_MEMBER: Duration = Duration::from_millis(50);
 
 /// The record to publish; the number tells which `update` it came from.
 #[derive(Clone)]
@@ -377,11 +379,26 @@ impl LeaseTask {
         }
     }
 
-    /// Removes the key if it is under our lease, and the lease.
+    /// Removes the key if it is under our lease, and the lease. Where etcd has several members
+    /// a call may go to one that has just died; it is tried again while the request's time lasts,
+    /// and may then go to another.
     async fn release(&mut self) -> Result<(), CallError> {
         let Some(lease) = self.lease.id.take() else {
             return Ok(());
         };
+        let until = Instant::now() + self.connector.patience();
+        loop {
+            match self.release_once(lease).await {
+                Err(error) if Instant::now() + ANOTHER_MEMBER < until => {
+                    tracing::debug!(%error, "leaving is tried again");
+                    tokio::time::sleep(ANOTHER_MEMBER).await;
+                }
+                released => return released,
+            }
+        }
+    }
+
+    async fn release_once(&self, lease: i64) -> Result<(), CallError> {
         let mut client = self.connector.client().await?;
         let ours = Compare::lease(self.key.as_bytes(), CompareOp::Equal, lease);
         let delete = TxnOp::delete(self.key.as_bytes(), None);

@@ -6,30 +6,88 @@
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use etcd_client::{Client, ConnectOptions};
+use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+
+/// What its ports speak, as PEM.
+#[derive(Clone)]
+pub struct Tls {
+    pub authority: String,
+    /// Certificate and key of 127.0.0.1, which serve the clients of these tests as well.
+    pub identity: (String, String),
+}
 
 pub struct EtcdServer {
     folder: tempfile::TempDir,
+    name: String,
     port: u16,
     peer_port: u16,
+    /// `name=url` of every member.
+    initial_cluster: String,
+    arguments: Vec<String>,
+    tls: Option<Tls>,
     process: Option<Child>,
 }
 
 impl EtcdServer {
     pub async fn start() -> Self {
+        Self::start_with(&[], None).await
+    }
+
+    /// One with further flags, or whose client port asks for certificates.
+    pub async fn start_with(arguments: &[&str], tls: Option<&Tls>) -> Self {
         // A port that was free a moment ago may be taken; then others are tried.
         for _ in 0..5 {
-            let mut server = Self {
-                folder: tempfile::tempdir().unwrap(),
-                port: free_port(),
-                peer_port: free_port(),
-                process: None,
-            };
-            if server.try_start().await {
+            let mut server = Self::new("test");
+            server.initial_cluster = server.as_member();
+            server.arguments = arguments.iter().map(|&text| text.to_owned()).collect();
+            server.tls = tls.cloned();
+            server.spawn();
+            if server.is_up().await {
                 return server;
             }
         }
         panic!("etcd did not start on five pairs of ports");
+    }
+
+    /// Three members of one cluster.
+    pub async fn start_three() -> [Self; 3] {
+        for _ in 0..5 {
+            let mut members = ["one", "two", "three"].map(Self::new);
+            let all: Vec<String> = members.iter().map(Self::as_member).collect();
+            let mut up = true;
+            for member in &mut members {
+                member.initial_cluster = all.join(",");
+                member.spawn();
+            }
+            for member in &mut members {
+                up &= member.is_up().await;
+            }
+            if up {
+                return members;
+            }
+        }
+        panic!("three members did not start on five sets of ports");
+    }
+
+    fn new(name: &str) -> Self {
+        Self {
+            folder: tempfile::tempdir().unwrap(),
+            name: name.to_owned(),
+            port: free_port(),
+            peer_port: free_port(),
+            initial_cluster: String::new(),
+            arguments: Vec::new(),
+            tls: None,
+            process: None,
+        }
+    }
+
+    fn as_member(&self) -> String {
+        format!("{}=http://127.0.0.1:{}", self.name, self.peer_port)
+    }
+
+    pub fn name(&self) -> &str {
+        &self.name
     }
 
     pub fn port(&self) -> u16 {
@@ -37,11 +95,14 @@ impl EtcdServer {
     }
 
     pub fn url(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+        let scheme = if self.tls.is_some() { "https" } else { "http" };
+        format!("{scheme}://127.0.0.1:{}", self.port)
     }
 
     pub async fn client(&self) -> Client {
-        Client::connect([self.url()], None).await.unwrap()
+        Client::connect([self.url()], Some(self.options()))
+            .await
+            .unwrap()
     }
 
     /// SIGKILL.
@@ -61,7 +122,8 @@ impl EtcdServer {
     /// Starts it again on the same ports.
     pub async fn restart(&mut self) {
         assert!(self.process.is_none());
-        assert!(self.try_start().await, "etcd did not start again");
+        self.spawn();
+        assert!(self.is_up().await, "etcd did not start again");
     }
 
     pub fn freeze(&self) {
@@ -81,27 +143,52 @@ impl EtcdServer {
         assert!(status.unwrap().success());
     }
 
-    async fn try_start(&mut self) -> bool {
+    fn options(&self) -> ConnectOptions {
+        let options = ConnectOptions::new();
+        let Some(tls) = &self.tls else { return options };
+        let (certificate, key) = &tls.identity;
+        let tls = TlsOptions::new()
+            .ca_certificate(Certificate::from_pem(&tls.authority))
+            .identity(Identity::from_pem(certificate, key));
+        options.with_tls(tls)
+    }
+
+    fn spawn(&mut self) {
         let (client, peer) = (self.url(), format!("http://127.0.0.1:{}", self.peer_port));
         let log = std::fs::File::create(self.folder.path().join("log")).unwrap();
-        let spawned = Command::new("etcd")
+        let mut command = Command::new("etcd");
+        command
             .arg("--data-dir")
             .arg(self.folder.path().join("data"))
-            .args(["--name", "test", "--logger", "zap", "--log-level", "error"])
+            .args([
+                "--name",
+                &self.name,
+                "--logger",
+                "zap",
+                "--log-level",
+                "error",
+            ])
             .args(["--heartbeat-interval", "50", "--election-timeout", "300"])
-            .args([
-                "--listen-client-urls",
-                &client,
-                "--advertise-client-urls",
-                &client,
-            ])
-            .args([
-                "--listen-peer-urls",
-                &peer,
-                "--initial-advertise-peer-urls",
-                &peer,
-            ])
-            .args(["--initial-cluster", &format!("test={peer}")])
+            .args(["--listen-client-urls", &client])
+            .args(["--advertise-client-urls", &client])
+            .args(["--listen-peer-urls", &peer])
+            .args(["--initial-advertise-peer-urls", &peer])
+            .args(["--initial-cluster", &self.initial_cluster])
+            .args(&self.arguments);
+        if let Some(tls) = &self.tls {
+            let (certificate, key) = &tls.identity;
+            for (flag, text) in [
+                ("--trusted-ca-file", &tls.authority),
+                ("--cert-file", certificate),
+                ("--key-file", key),
+            ] {
+                let path = self.folder.path().join(&flag[2..]);
+                std::fs::write(&path, text).unwrap();
+                command.arg(flag).arg(path);
+            }
+            command.arg("--client-cert-auth");
+        }
+        let spawned = command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(log)
@@ -113,8 +200,12 @@ impl EtcdServer {
                  `apt-get install etcd-server`"
             ),
         }
+    }
+
+    /// Waits until it serves; `false` if it ended or does not.
+    async fn is_up(&mut self) -> bool {
         let started = Instant::now();
-        let options = ConnectOptions::new().with_timeout(Duration::from_millis(500));
+        let options = self.options().with_timeout(Duration::from_millis(500));
         while started.elapsed() < Duration::from_secs(10) {
             if self
                 .process
@@ -124,7 +215,7 @@ impl EtcdServer {
                 self.process = None;
                 return false;
             }
-            let mut client = Client::connect([&client], Some(options.clone()))
+            let mut client = Client::connect([self.url()], Some(options.clone()))
                 .await
                 .unwrap();
             match client.get("ready", None).await {

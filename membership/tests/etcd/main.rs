@@ -5,6 +5,8 @@
 
 mod etcd_server;
 mod link;
+mod members;
+mod secured;
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -591,31 +593,4 @@ async fn leaving_while_etcd_is_away_ends_in_time_with_an_error() {
     assert!(matches!(error, Error::Unavailable { .. }), "{error}");
     cluster.close().await;
     assert!(started.elapsed() < SOON, "{:?}", started.elapsed());
-}
-
-#[tokio::test]
-async fn users_with_a_password_are_served_and_others_are_not() {
-    let server = EtcdServer::start().await;
-    let mut client = server.client().await;
-    client.user_add("root", "secret", None).await.unwrap();
-    client.role_add("root").await.unwrap();
-    client.user_grant_role("root", "root").await.unwrap();
-    client.auth_enable().await.unwrap();
-
-    let mut known = config(&server.url());
-    known.credentials = Some(baton_membership::Credentials {
-        user: "root".to_owned(),
-        password: "secret".to_owned(),
-    });
-    let known = Etcd::start(known).unwrap();
-    let a = known.register(record("a", 1)).await.unwrap();
-    until(&mut known.watch(), SOON, "joined", |v| ids(v) == ["a"]).await;
-    let unknown = join(&server.url());
-    let started = Instant::now();
-    while unknown.health().last_error.is_none() {
-        assert!(started.elapsed() < SOON, "no error was reported");
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
-    assert!(unknown.watch().borrow().workers.is_empty());
-    a.leave().await.unwrap();
 }

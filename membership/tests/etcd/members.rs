@@ -1,0 +1,41 @@
+//! An etcd of three members, of which the leader dies.
+
+use baton_membership::{Etcd, EtcdConfig, Membership, RegistrationState};
+
+use crate::etcd_server::EtcdServer;
+use crate::{SOON, TTL, Witness, fresh, ids, record, until, until_state};
+
+#[tokio::test]
+async fn a_leader_that_dies_drops_nobody_and_new_workers_join() {
+    let mut members = EtcdServer::start_three().await;
+    let mut config = EtcdConfig::new(members.iter().map(EtcdServer::url).collect(), "test");
+    config.ttl = TTL;
+    let (workers, router) = (
+        Etcd::start(config.clone()).unwrap(),
+        Etcd::start(config).unwrap(),
+    );
+    let a = workers.register(record("a", 1)).await.unwrap();
+    let mut view = router.watch();
+    until(&mut view, SOON, "joined", |v| ids(v) == ["a"] && fresh(v)).await;
+    let witness = Witness::of(router.watch(), "a");
+
+    let mut client = members[0].client().await;
+    let leader = client.status().await.unwrap().leader();
+    let listed = client.member_list().await.unwrap();
+    let name = listed.members().iter().find(|m| m.id() == leader);
+    let name = name.unwrap().name().to_owned();
+    let dies = members.iter_mut().find(|member| member.name() == name);
+    dies.unwrap().kill();
+
+    let b = workers.register(record("b", 2)).await.unwrap();
+    until(&mut view, 2 * SOON, "another joined", |v| {
+        ids(v) == ["a", "b"] && fresh(v)
+    })
+    .await;
+    until_state(&a, SOON, RegistrationState::Registered).await;
+    // Longer than a lease: both are kept alive by the members that are left.
+    tokio::time::sleep(TTL + std::time::Duration::from_secs(1)).await;
+    assert_eq!(ids(&view.borrow()), ["a", "b"]);
+    witness.assert_never_missing().await;
+    b.leave().await.unwrap();
+}
