@@ -205,7 +205,7 @@ fn etcd_tls(args: &EtcdArgs) -> anyhow::Result<Option<baton_membership::TlsConfi
     let certificate = pem("--etcd-certificate", &args.etcd_certificate)?;
     let identity_pem = certificate.zip(pem("--etcd-key", &args.etcd_key)?);
     let wanted = ca_pem.is_some() || identity_pem.is_some();
-    Ok(wanted.then(|| baton_membership::TlsConfig {
+    Ok(wanted.then_some(baton_membership::TlsConfig {
         ca_pem,
         identity_pem,
         domain: None,
