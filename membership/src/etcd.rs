@@ -11,6 +11,7 @@
 
 mod connector;
 mod follower;
+mod keepalive;
 mod lease;
 mod ownership;
 

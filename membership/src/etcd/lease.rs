@@ -5,7 +5,7 @@
 //!  │     │
 //!  │   claim: write the record if the key is free, ours, or (the first time) a former life's
 //!  │     │                                    └─ another life's ──► superseded, stop
-//!  │   hold: every ttl/3 a keepalive that must be answered within ttl/3, and a look at the key
+//!  │   hold: every ttl/3 a look at the key, and beside it all the lease kept alive
 //!  │     │
 //!  └── any trouble: wait (back-off with jitter)
 //! ```
@@ -18,22 +18,21 @@
 //! restart that was faster than the old lease. The earlier one, if it still
 //! lives, sees another epoch under its key, stops writing and says so.
 
+use std::convert::Infallible;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use baton_proto::{Epoch, WorkerId};
-use etcd_client::{
-    Client, Compare, CompareOp, LeaseGrantOptions, LeaseKeepAliveStream, LeaseKeeper, PutOptions,
-    Txn, TxnOp,
-};
+use etcd_client::{Client, Compare, CompareOp, LeaseGrantOptions, PutOptions, Txn, TxnOp};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
 
 use super::EtcdConfig;
-use super::connector::{CallError, Connector, bounded};
+use super::connector::{CallError, Connector};
+use super::keepalive::{Confirmed, Keepalive, third};
 use super::ownership::{Ownership, Verdict};
 use crate::Error;
 use crate::backoff::Backoff;
@@ -60,23 +59,24 @@ struct Desired {
 #[derive(Default)]
 struct Lease {
     id: Option<i64>,
-    /// When etcd last confirmed it, and for how long.
-    confirmed: Option<(Instant, Duration)>,
+    confirmed: Confirmed,
 }
 
 impl Lease {
-    fn confirm(&mut self, ttl: i64) {
-        let ttl = Duration::from_secs(u64::try_from(ttl).unwrap_or(0));
-        self.confirmed = Some((Instant::now(), ttl));
+    fn forget(&mut self) {
+        self.id = None;
+        self.confirmed.send_replace(None);
     }
 
-    fn forget(&mut self) {
-        (self.id, self.confirmed) = (None, None);
+    /// Its life, as etcd granted it.
+    fn ttl(&self) -> Option<Duration> {
+        self.confirmed.borrow().map(|(_, ttl)| ttl)
     }
 
     /// Whether others may still see us although we cannot reach etcd.
     fn may_live(&self) -> bool {
-        self.confirmed.is_some_and(|(at, ttl)| at.elapsed() < ttl)
+        let confirmed = *self.confirmed.borrow();
+        confirmed.is_some_and(|(at, ttl)| at.elapsed() < ttl)
     }
 }
 
@@ -191,31 +191,15 @@ impl LeaseTask {
 
     /// Attach, claim, hold; returns why it could not go on.
     async fn session(&mut self, backoff: &mut Backoff) -> Ended {
-        let result: Result<std::convert::Infallible, Ended> = async {
+        let held = async {
             let mut client = self.connector.client().await?;
-            let (mut keeper, mut answers) = self.attach(&mut client).await?;
-            self.claim(&mut client).await?;
-            backoff.reset();
-            let tick = self.tick();
-            let mut beat = tokio::time::interval(tick);
-            beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
-            loop {
-                tokio::select! {
-                    changed = self.desired.changed() => {
-                        // The handle is gone: cancellation is on its way.
-                        if changed.is_err() {
-                            std::future::pending::<()>().await;
-                        }
-                        self.claim(&mut client).await?;
-                    }
-                    _ = beat.tick() => {
-                        self.keep_alive(&mut keeper, &mut answers, tick).await?;
-                        self.look(&mut client).await?;
-                    }
-                }
+            let keepalive = self.attach(&mut client).await?;
+            tokio::select! {
+                ended = keepalive.run() => Err(ended.map_or(Ended::LeaseLost, Ended::Trouble)),
+                ended = self.publish(&mut client, backoff) => ended,
             }
-        }
-        .await;
+        };
+        let result: Result<Infallible, Ended> = held.await;
         match result {
             Err(Ended::Trouble(error)) if error.is_lease_lost() => Ended::LeaseLost,
             Err(ended) => ended,
@@ -223,19 +207,39 @@ impl LeaseTask {
         }
     }
 
-    fn tick(&self) -> Duration {
-        let ttl = self.lease.confirmed.map_or(self.ttl, |(_, ttl)| ttl);
-        (ttl / 3).max(Duration::from_millis(100))
-    }
-
-    /// A lease and its keepalive stream: the old lease if etcd still has it.
-    async fn attach(
+    /// Claims the key, follows what is desired and looks whether the key is still ours.
+    async fn publish(
         &mut self,
         client: &mut Client,
-    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), Ended> {
+        backoff: &mut Backoff,
+    ) -> Result<Infallible, Ended> {
+        self.claim(client).await?;
+        backoff.reset();
+        let mut beat = tokio::time::interval(third(self.ttl()));
+        beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                changed = self.desired.changed() => {
+                    // The handle is gone: cancellation is on its way.
+                    if changed.is_err() {
+                        std::future::pending::<()>().await;
+                    }
+                    self.claim(client).await?;
+                }
+                _ = beat.tick() => self.look(client).await?,
+            }
+        }
+    }
+
+    fn ttl(&self) -> Duration {
+        self.lease.ttl().unwrap_or(self.ttl)
+    }
+
+    /// A lease that is kept alive: the old one if etcd still has it.
+    async fn attach(&mut self, client: &mut Client) -> Result<Keepalive, Ended> {
         if let Some(id) = self.lease.id {
             match self.open(client, id).await {
-                Ok(streams) => return Ok(streams),
+                Ok(keepalive) => return Ok(keepalive),
                 Err(error) if error.is_lease_lost() => self.lease.forget(),
                 Err(error) => return Err(error.into()),
             }
@@ -245,48 +249,16 @@ impl LeaseTask {
         self.lease.id = Some(id);
         let seconds = i64::try_from(self.ttl.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX);
         let grant = client.lease_grant(seconds, Some(LeaseGrantOptions::new().with_id(id)));
+        let asked = Instant::now();
         let granted = self.connector.call("grant a lease", grant).await?;
-        // etcd raises a TTL that is below its own least one.
-        self.lease.confirm(granted.ttl());
+        let ttl = Duration::from_secs(u64::try_from(granted.ttl()).unwrap_or(0));
+        self.lease.confirmed.send_replace(Some((asked, ttl)));
         Ok(self.open(client, id).await?)
     }
 
-    /// Opens the keepalive stream; its first answer has a whole TTL to arrive,
-    /// since a slow etcd has renewed the lease all the same.
-    async fn open(
-        &mut self,
-        client: &mut Client,
-        id: i64,
-    ) -> Result<(LeaseKeeper, LeaseKeepAliveStream), CallError> {
-        let ttl = self.lease.confirmed.map_or(self.ttl, |(_, ttl)| ttl);
-        let asked = Instant::now();
-        let streams = bounded("keep the lease alive", ttl, client.lease_keep_alive(id)).await?;
-        self.lease.confirmed = Some((asked, ttl));
-        Ok(streams)
-    }
-
-    /// One keepalive and its answer.
-    async fn keep_alive(
-        &mut self,
-        keeper: &mut LeaseKeeper,
-        answers: &mut LeaseKeepAliveStream,
-        within: Duration,
-    ) -> Result<(), Ended> {
-        const WHAT: &str = "keep the lease alive";
-        let answer = bounded(WHAT, within, async {
-            keeper.keep_alive().await?;
-            answers.message().await
-        });
-        match answer.await? {
-            Some(answer) if answer.ttl() > 0 => {
-                self.lease.confirm(answer.ttl());
-                Ok(())
-            }
-            // The stream ended without a word: the lease may still be there, and
-            // the next session asks for it first.
-            None => Err(CallError::StreamEnded { what: WHAT }.into()),
-            Some(_) => Err(Ended::LeaseLost),
-        }
+    async fn open(&self, client: &Client, id: i64) -> Result<Keepalive, CallError> {
+        let confirmed = self.lease.confirmed.clone();
+        Keepalive::open(client.clone(), id, self.ttl(), confirmed).await
     }
 
     /// Whether the key is still ours; puts it back if somebody deleted it.

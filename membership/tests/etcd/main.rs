@@ -5,6 +5,7 @@
 
 mod etcd_server;
 mod link;
+mod links;
 mod members;
 mod secured;
 
