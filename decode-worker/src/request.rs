@@ -15,9 +15,13 @@
 //!   cancel, reader gone, deadline, in any state -> Ending --- Released -> over
 //! ```
 //!
+//! When the worker's grace time is over the router is told, and told again, that the
+//! request is to move; it goes on here until the router ends it.
+//!
 //! The blocks of a reservation go back to the engine only after `revoke` returned,
 //! which is when no lane touches them. The task ends only after `Released`.
 
+use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -32,6 +36,7 @@ use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::{to_detail, to_status};
 use baton_proto::work::WorkOrder;
+use baton_proto::worker_info::{LEAVE_TIME, WORKER_DRAINING};
 use baton_proto::{Attempt, Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
@@ -40,6 +45,9 @@ use tonic::{Status, Streaming};
 
 use crate::grant::{group_grants, wanted_ranges};
 use crate::worker::Shared;
+
+/// How often a router that has not moved a request is asked to.
+const LEAVE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What a request's task hears.
 pub(crate) enum Input {
@@ -72,6 +80,8 @@ pub(crate) struct RequestTask {
     /// Kept while the KV is to come from a peer, for a new grant.
     reservation: Vec<GroupReservation>,
     cached_tokens: u32,
+    /// Tokens of a prompt that is computed here, until its first token.
+    computing: Option<u32>,
     submitted: Instant,
     deadline: Option<Instant>,
     /// The error that `Ended` reports.
@@ -101,6 +111,7 @@ impl RequestTask {
             phase: Phase::Waiting,
             reservation: Vec::new(),
             cached_tokens: 0,
+            computing: None,
             submitted: now,
             failure: None,
             inputs,
@@ -121,6 +132,7 @@ impl RequestTask {
             return;
         }
         let mut commands_open = true;
+        let mut leave = boxed(self.shared.grace.over());
         loop {
             let due = self.next_due();
             let ending = self.phase == Phase::Ending;
@@ -133,6 +145,10 @@ impl RequestTask {
                 () = self.stop.stopped(), if !ending => self.end(self.stop.reason()).await,
                 () = self.out.closed(), if !ending => self.end(None).await,
                 () = sleep_until(due), if !ending => self.handle_due().await,
+                () = &mut leave, if !ending => {
+                    leave = boxed(tokio::time::sleep(LEAVE_AGAIN));
+                    self.leave().await
+                }
                 command = commands.message(), if commands_open && !ending => match command {
                     Ok(Some(v1::DecodeCommand { command: Some(command) })) => {
                         self.handle_command(command).await
@@ -225,9 +241,16 @@ impl RequestTask {
                     _ => Phase::Running,
                 };
                 self.shared.count_local();
+                let forced = self.order.forced.first().map_or(0, Vec::len);
+                let known = (self.order.prompt.len() + forced) as u32;
+                self.computing = Some(known.saturating_sub(cached_tokens));
+                self.shared.pace().begin(Instant::now().into_std());
                 self.emit(v1::decode_event::Event::Started(started)).await
             }
-            Event::Tokens(run) => self.emit_tokens(run).await,
+            Event::Tokens(run) => {
+                self.prompt_computed(true);
+                self.emit_tokens(run).await
+            }
             Event::Finished {
                 choice,
                 reason,
@@ -255,7 +278,17 @@ impl RequestTask {
         }
     }
 
+    /// The worker's pace is learned from prompts that were computed to their end.
+    fn prompt_computed(&mut self, whole: bool) {
+        if let Some(tokens) = self.computing.take() {
+            let tokens = if whole { tokens } else { 0 };
+            self.shared.pace().end(tokens, Instant::now().into_std());
+        }
+    }
+
     async fn handle_released(&mut self) -> Flow {
+        self.prompt_computed(false);
+        self.shared.count_ended();
         if self.phase == Phase::Switching {
             self.key = self.shared.next_key();
             return match self.submit(Work::Local) {
@@ -518,6 +551,16 @@ impl RequestTask {
         Flow::Continue
     }
 
+    /// The worker goes, so the request has to.
+    async fn leave(&mut self) -> Flow {
+        tracing::info!(request_id = %self.order.request_id, reason = WORKER_DRAINING,
+            "the grace time is over; asking the router to move the request");
+        self.emit(v1::decode_event::Event::Leaving(v1::Leaving {
+            time_ms: millis(LEAVE_TIME),
+        }))
+        .await
+    }
+
     /// Stops all work and gives the blocks back once no lane touches them.
     async fn end(&mut self, error: Option<Error>) -> Flow {
         if self.failure.is_none() {
@@ -673,6 +716,10 @@ fn abort_error(reason: &AbortReason) -> Error {
         AbortReason::Unfit(error) => return (**error).clone(),
     };
     Error::new(kind, message).with_reason(code)
+}
+
+fn boxed(wait: impl Future<Output = ()> + Send + 'static) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+    Box::pin(wait)
 }
 
 async fn sleep_until(due: Option<Instant>) {

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use baton_engine::api::RequestKey;
 use baton_engine::engine::{Engine, SendError};
@@ -21,12 +22,14 @@ use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
 use baton_proto::live_requests::LiveRequests;
+use baton_proto::pace::{PromptPace, Rate};
 use baton_proto::transport;
 use baton_proto::v1::decode_worker_server::DecodeWorkerServer;
-use baton_proto::worker_info::{WorkerInfo, WorkerState};
+use baton_proto::worker_info::{Grace, LEAVE_TIME, WorkerInfo, WorkerState, leaving};
 use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::service::RoutesBuilder;
@@ -36,6 +39,9 @@ use crate::grant::other_layouts;
 use crate::metrics::Metrics;
 use crate::request::Input;
 use crate::service::Service;
+
+/// Until the rate of ending requests says something.
+const RATE_KNOWN_AFTER: Duration = Duration::from_millis(500);
 
 /// Why a worker could not start or had to stop.
 #[derive(Debug, thiserror::Error)]
@@ -70,6 +76,10 @@ pub(crate) struct Shared {
     next_key: AtomicU64,
     state: watch::Sender<WorkerState>,
     registration: tokio::sync::OnceCell<Registration>,
+    pace: Mutex<PromptPace>,
+    ended: Mutex<Rate>,
+    /// Over: what still runs is to go on elsewhere.
+    pub(crate) grace: Grace,
 }
 
 /// How often each path was taken.
@@ -140,6 +150,7 @@ impl Shared {
                     tokenizer_json: parts.tokenizer_json,
                     state: state_rx,
                     load: Arc::new(load),
+                    cache: Arc::clone(parts.engine.cache_names()),
                 },
                 layout_json,
                 engine: parts.engine,
@@ -153,6 +164,9 @@ impl Shared {
                 next_key: AtomicU64::new(1),
                 state,
                 registration: tokio::sync::OnceCell::new(),
+                pace: Mutex::default(),
+                ended: Mutex::default(),
+                grace: Grace::default(),
                 config: parts.config,
             }
         }))
@@ -174,6 +188,19 @@ impl Shared {
 
     pub(crate) fn live(&self) -> MutexGuard<'_, LiveRequests> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn pace(&self) -> MutexGuard<'_, PromptPace> {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn ended(&self) -> MutexGuard<'_, Rate> {
+        self.ended.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A request has given its place and its blocks back.
+    pub(crate) fn count_ended(&self) {
+        self.ended().count(1.0, Instant::now().into_std());
     }
 
     pub(crate) fn follow_ticket(&self, ticket: Ticket, inputs: mpsc::UnboundedSender<Input>) {
@@ -210,9 +237,15 @@ impl Shared {
         }
     }
 
-    /// Marks the worker as leaving: no new requests, seen by routers at once.
+    /// Marks the worker as leaving: no new requests, seen by routers at once. What runs
+    /// has the grace time from the first call on.
     pub(crate) async fn start_draining(&self) {
-        self.state.send_replace(WorkerState::Draining);
+        self.grace.begin(self.config.drain_grace);
+        let before = self.state.send_replace(WorkerState::Draining);
+        if before != WorkerState::Draining {
+            tracing::info!(worker = %self.info.worker_id, left = self.live().len(),
+                grace_ms = self.config.drain_grace.as_millis() as u64, "draining");
+        }
         if let Some(registration) = self.registration.get()
             && let Err(error) = registration
                 .set_state(baton_membership::WorkerState::Draining)
@@ -429,22 +462,27 @@ impl DecodeWorker {
         self.shared.start_draining().await;
         self.shared.tasks.close();
         if !at_once {
-            let grace = self.shared.config.drain_grace;
-            if tokio::time::timeout(grace, self.shared.tasks.wait())
-                .await
-                .is_err()
-            {
-                tracing::warn!(
-                    left = self.shared.live().len(),
-                    "the grace time is over; cancelling what is left"
-                );
+            let all_ended = tokio::select! {
+                biased;
+                () = self.shared.tasks.wait() => true,
+                () = self.shared.grace.over() => false,
+            };
+            if !all_ended {
+                tracing::warn!(worker = %self.shared.info.worker_id, left = self.shared.live().len(),
+                    "the grace time is over; the rest is handed over to other workers");
+                let taken = tokio::time::timeout(LEAVE_TIME, self.shared.tasks.wait()).await;
+                if taken.is_err() {
+                    tracing::warn!(worker = %self.shared.info.worker_id, left = self.shared.live().len(),
+                        "nobody took the rest over; ending it");
+                }
             }
         }
-        self.shared.live().cancel_all();
+        let reason = leaving(&self.shared.info.worker_id);
+        self.shared.live().end_all(&reason);
         let engine = Arc::clone(&self.shared);
         // Requests end when their blocks are back; a stopped engine drops them all.
         let ended =
-            tokio::time::timeout(std::time::Duration::from_secs(2), self.shared.tasks.wait()).await;
+            tokio::time::timeout(Duration::from_secs(2), self.shared.tasks.wait()).await;
         if ended.is_err() {
             tracing::warn!("requests did not end in time; stopping the engine under them");
         }
@@ -452,7 +490,7 @@ impl DecodeWorker {
             .await
             .map_err(|_| Error::Task("engine stop"))?;
         self.stop.cancel();
-        drop(tokio::time::timeout(std::time::Duration::from_secs(2), self.servers.wait()).await);
+        drop(tokio::time::timeout(Duration::from_secs(2), self.servers.wait()).await);
         tracing::info!(worker = %self.shared.info.worker_id, "decode worker left");
         Ok(())
     }
@@ -483,6 +521,11 @@ impl Shared {
             prefix_hits_tokens_total: load.prefix_hits_tokens_total,
             handoffs_total: self.counts.handoffs.load(Ordering::Relaxed),
             local_prefills_total: self.counts.local_prefills.load(Ordering::Relaxed),
+            prefill_tokens_per_second: self.pace().tokens_per_second(),
+            requests_per_second: self
+                .ended()
+                .per_second(RATE_KNOWN_AFTER, Instant::now().into_std())
+                .unwrap_or(0.0),
         }
     }
 }

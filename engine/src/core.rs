@@ -26,6 +26,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use baton_proto::cache_names::CacheNames;
 use baton_proto::model_card::ModelCard;
 use baton_proto::{Error, ErrorKind, TokenId};
 
@@ -68,6 +69,7 @@ pub struct Core {
     executor: Box<dyn Executor>,
     sink: Box<dyn EventSink>,
     load: Arc<Mutex<Load>>,
+    cache_names: Arc<CacheNames>,
     role: Role,
     limits: Limits,
     prefix_cache: bool,
@@ -166,10 +168,11 @@ impl Core {
             wanted => wanted.unwrap_or(facts.card.context_max),
         };
         let pacer = Pacer::new(executor.step_clock(), config.limits.itl_target)?;
-        let core = Self {
+        let mut core = Self {
             executor,
             sink,
             load,
+            cache_names: Arc::default(),
             role: config.role,
             limits: config.limits.clone(),
             prefix_cache: config.prefix_cache,
@@ -190,8 +193,14 @@ impl Core {
             failed_steps: 0,
             cancelled: Vec::new(),
         };
+        core.pools.telling().tell_news();
         core.publish_load();
         Ok(core)
+    }
+
+    /// What the prefix cache holds, as of the last step or command.
+    pub fn cache_names(&self) -> Arc<CacheNames> {
+        Arc::clone(&self.cache_names)
     }
 
     /// Plans and runs one step.
@@ -387,6 +396,9 @@ impl Core {
             self.pacer.ended(tokens);
         }
         self.publish_load();
+        if let Some(news) = self.pools.telling().news() {
+            self.cache_names.apply(news);
+        }
         self.outbox.flush(&mut *self.sink);
     }
 

@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Instant;
 
+use baton_proto::cache_names::CacheNames;
 use baton_proto::kv_layout::KvLayout;
 use baton_proto::model_card::ModelCard;
 
@@ -47,6 +48,7 @@ pub enum Error {
 pub struct Engine {
     inbox: Arc<Inbox>,
     load: Arc<Mutex<Load>>,
+    cache_names: Arc<CacheNames>,
     memory: Arc<KvMemory>,
     card: ModelCard,
     rates: Option<DeviceRates>,
@@ -70,6 +72,7 @@ impl Engine {
         let load = Arc::<Mutex<Load>>::default();
         let inbox = Arc::new(Inbox::new(config.limits.commands_max));
         let core = Core::new(executor, facts, &memory, config, sink, Arc::clone(&load))?;
+        let cache_names = core.cache_names();
         let thread = std::thread::Builder::new()
             .name("baton-engine".to_owned())
             .spawn({
@@ -84,6 +87,7 @@ impl Engine {
         Ok(Self {
             inbox,
             load,
+            cache_names,
             memory,
             card,
             rates: None,
@@ -107,6 +111,11 @@ impl Engine {
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
             .clone()
+    }
+
+    /// What the prefix cache holds, as of the last step or command.
+    pub fn cache_names(&self) -> &Arc<CacheNames> {
+        &self.cache_names
     }
 
     /// The KV pools' memory, for lanes.

@@ -25,6 +25,7 @@ use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::to_status;
 use baton_proto::work::WorkOrder;
+use baton_proto::worker_info::leaving;
 use baton_proto::{Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
@@ -46,6 +47,8 @@ pub(crate) struct RequestTask {
     key: RequestKey,
     submitted: Instant,
     started: Option<Instant>,
+    /// Prompt tokens to compute, from the start until the first token.
+    computing: Option<u32>,
     bytes: u64,
     /// `Released` has arrived: the engine holds nothing.
     released: bool,
@@ -96,6 +99,7 @@ impl RequestTask {
             key,
             submitted: now,
             started: None,
+            computing: None,
             bytes: 0,
             released: false,
             inputs,
@@ -134,9 +138,18 @@ impl RequestTask {
         }
     }
 
+    /// Up to the first token a worker that goes gives the prompt up; from there on it
+    /// keeps the blocks until its receiver has them.
     async fn drive(&mut self, transfer: &Transfer) -> Result<(), Error> {
+        let leave = self.shared.grace.over();
+        tokio::pin!(leave);
         loop {
-            match self.next().await? {
+            let event = tokio::select! {
+                biased;
+                event = self.next() => event?,
+                () = &mut leave => return Err(leaving(&self.shared.info.worker_id)),
+            };
+            match event {
                 Event::Accepted { .. } => {
                     let load = self.shared.engine.load();
                     self.emit(v1::prefill_event::Event::Accepted(v1::PrefillAccepted {
@@ -154,6 +167,10 @@ impl RequestTask {
                 Event::Started { cached_tokens, .. } => {
                     let now = Instant::now();
                     self.started = Some(now);
+                    let forced = self.order.forced.first().map_or(0, Vec::len);
+                    let known = (self.order.prompt.len() + forced) as u32;
+                    self.computing = Some(known.saturating_sub(cached_tokens));
+                    self.shared.pace().begin(now.into_std());
                     let queued = now - self.submitted;
                     self.shared
                         .metrics
@@ -225,6 +242,7 @@ impl RequestTask {
     ) -> Result<(), Error> {
         // From here on nothing hides the transfer.
         let computed = Instant::now();
+        self.prompt_computed(true);
         let prefill = computed - self.started.unwrap_or(self.submitted);
         self.shared
             .metrics
@@ -297,8 +315,17 @@ impl RequestTask {
         }
     }
 
+    /// The worker's pace is learned from prompts that were computed to their end.
+    fn prompt_computed(&mut self, whole: bool) {
+        if let Some(tokens) = self.computing.take() {
+            let tokens = if whole { tokens } else { 0 };
+            self.shared.pace().end(tokens, Instant::now().into_std());
+        }
+    }
+
     /// Un-pins the blocks and waits until the engine has them.
     async fn give_back(&mut self) {
+        self.prompt_computed(false);
         self.command(Command::Release { key: self.key });
         while !self.released {
             match self.inputs.recv().await {

@@ -22,9 +22,10 @@ use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
 use baton_observability::{AdminState, Readiness, WorkerMetrics};
 use baton_proto::live_requests::LiveRequests;
+use baton_proto::pace::PromptPace;
 use baton_proto::transport;
 use baton_proto::v1::prefill_worker_server::PrefillWorkerServer;
-use baton_proto::worker_info::{WorkerInfo, WorkerState};
+use baton_proto::worker_info::{Grace, LEAVE_TIME, WorkerInfo, WorkerState, leaving};
 use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -65,6 +66,9 @@ pub(crate) struct Shared {
     next_key: AtomicU64,
     state: watch::Sender<WorkerState>,
     registration: tokio::sync::OnceCell<Registration>,
+    pace: Mutex<PromptPace>,
+    /// Over: what still runs is to go on elsewhere.
+    pub(crate) grace: Grace,
 }
 
 /// What a worker is put together from.
@@ -101,6 +105,7 @@ impl Shared {
                     tokenizer_json: parts.tokenizer_json,
                     state: state_rx,
                     load: Arc::new(load),
+                    cache: Arc::clone(parts.engine.cache_names()),
                 },
                 engine: parts.engine,
                 routes: parts.routes,
@@ -112,6 +117,8 @@ impl Shared {
                 next_key: AtomicU64::new(1),
                 state,
                 registration: tokio::sync::OnceCell::new(),
+                pace: Mutex::default(),
+                grace: Grace::default(),
                 config: parts.config,
             }
         })
@@ -133,6 +140,10 @@ impl Shared {
 
     pub(crate) fn live(&self) -> MutexGuard<'_, LiveRequests> {
         self.live.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn pace(&self) -> MutexGuard<'_, PromptPace> {
+        self.pace.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn count_handoff(&self) {
@@ -157,9 +168,15 @@ impl Shared {
         }
     }
 
-    /// Marks the worker as leaving: no new requests, seen by routers at once.
+    /// Marks the worker as leaving: no new requests, seen by routers at once. What runs
+    /// has the grace time from the first call on.
     pub(crate) async fn start_draining(&self) {
-        self.state.send_replace(WorkerState::Draining);
+        self.grace.begin(self.config.drain_grace);
+        let before = self.state.send_replace(WorkerState::Draining);
+        if before != WorkerState::Draining {
+            tracing::info!(worker = %self.info.worker_id, left = self.live().len(),
+                grace_ms = self.config.drain_grace.as_millis() as u64, "draining");
+        }
         if let Some(registration) = self.registration.get()
             && let Err(error) = registration
                 .set_state(baton_membership::WorkerState::Draining)
@@ -346,18 +363,23 @@ impl PrefillWorker {
         self.shared.start_draining().await;
         self.shared.tasks.close();
         if !at_once {
-            let grace = self.shared.config.drain_grace;
-            if tokio::time::timeout(grace, self.shared.tasks.wait())
-                .await
-                .is_err()
-            {
-                tracing::warn!(
-                    left = self.shared.live().len(),
-                    "the grace time is over; cancelling what is left"
-                );
+            let all_ended = tokio::select! {
+                biased;
+                () = self.shared.tasks.wait() => true,
+                () = self.shared.grace.over() => false,
+            };
+            if !all_ended {
+                tracing::warn!(worker = %self.shared.info.worker_id, left = self.shared.live().len(),
+                    "the grace time is over; the rest is handed over to other workers");
+                let taken = tokio::time::timeout(LEAVE_TIME, self.shared.tasks.wait()).await;
+                if taken.is_err() {
+                    tracing::warn!(worker = %self.shared.info.worker_id, left = self.shared.live().len(),
+                        "nobody took the rest over; ending it");
+                }
             }
         }
-        self.shared.live().cancel_all();
+        let reason = leaving(&self.shared.info.worker_id);
+        self.shared.live().end_all(&reason);
         let engine = Arc::clone(&self.shared);
         // Requests end when their blocks are back; a stopped engine drops them all.
         let ended =
@@ -400,6 +422,8 @@ impl Shared {
             prefix_hits_tokens_total: load.prefix_hits_tokens_total,
             handoffs_total: self.handoffs.load(Ordering::Relaxed),
             local_prefills_total: 0,
+            prefill_tokens_per_second: self.pace().tokens_per_second(),
+            requests_per_second: 0.0,
         }
     }
 }

@@ -6,11 +6,13 @@
 //! conversions between them and the plain types are behind the feature `wire`.
 
 pub mod block_hash;
+pub mod cache_names;
 pub mod error;
 pub mod ids;
 pub mod kv_layout;
 pub mod limits;
 pub mod model_card;
+pub mod pace;
 pub mod pool_memory;
 pub mod protocol;
 pub mod relayout;

@@ -16,6 +16,9 @@ pub const LOGIT_BIAS_MAX: usize = 1024;
 /// Milliseconds of a target on the gap between tokens. Below, a timer's own error
 /// would be most of it; above, nobody waits.
 pub const ITL_MS: std::ops::RangeInclusive<f64> = 0.1..=60_000.0;
+/// Milliseconds of a target on the time to the first token: up to the longest time that
+/// a request may take.
+pub const TTFT_MS: std::ops::RangeInclusive<f64> = 1.0..=600_000.0;
 /// What `priority` may be; higher goes first.
 pub const PRIORITY: std::ops::RangeInclusive<i32> = -100..=100;
 /// Characters of a client-given request id that are kept.

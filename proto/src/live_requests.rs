@@ -194,9 +194,10 @@ impl LiveRequests {
         self.live.is_empty()
     }
 
-    /// Cancels everything (the worker's grace time is over).
-    pub fn cancel_all(&self) {
-        self.live.values().for_each(|live| live.stop.stop(None));
+    /// Ends everything, for this reason.
+    pub fn end_all(&self, reason: &Error) {
+        let live = self.live.values();
+        live.for_each(|live| live.stop.stop(Some(reason.clone())));
     }
 
     fn expire(&mut self, now: Instant) {

@@ -1,5 +1,6 @@
 //! What a request expects of latency, checked by one rule at the front door and at workers.
 
+use std::ops::RangeInclusive;
 use std::time::Duration;
 
 use crate::error::Error;
@@ -8,6 +9,8 @@ use crate::{limits, v1};
 /// A checked [`v1::Slo`]. The default expects nothing.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Slo {
+    /// Longest time to the first token that a router lets a request in for.
+    pub ttft: Option<Duration>,
     /// Longest gap between two tokens of one choice that decode plans for.
     pub itl: Option<Duration>,
 }
@@ -16,27 +19,25 @@ impl Slo {
     /// Checks the field `slo` of a message; absent expects nothing.
     ///
     /// # Errors
-    /// [`crate::ErrorKind::Invalid`] for a value outside its range,
-    /// [`crate::ErrorKind::Unsupported`] for a target that is not offered; each names
-    /// the field under `field`.
+    /// [`crate::ErrorKind::Invalid`] for a value outside its range, naming the field under
+    /// `field`.
     pub fn from_wire(wire: Option<&v1::Slo>, field: &str) -> Result<Self, Error> {
         let Some(wire) = wire else {
             return Ok(Self::default());
         };
-        if wire.ttft_ms.is_some() {
-            return Err(Error::unsupported(
-                format!("{field}.ttft_ms"),
-                "targets on the time to the first token are not supported",
-            ));
-        }
+        let ttft = wire
+            .ttft_ms
+            .map(|ms| ttft_from_ms(ms, &format!("{field}.ttft_ms")))
+            .transpose()?;
         let itl = wire
             .itl_ms
             .map(|ms| itl_from_ms(ms, &format!("{field}.itl_ms")))
             .transpose()?;
-        Ok(Self { itl })
+        Ok(Self { ttft, itl })
     }
 
-    /// As it travels; nothing where nothing is expected.
+    /// As it travels to workers, for which a request's wait is over: nothing where nothing
+    /// else is expected.
     pub fn to_wire(self) -> Option<v1::Slo> {
         self.itl.map(|itl| v1::Slo {
             ttft_ms: None,
@@ -51,10 +52,22 @@ impl Slo {
 /// # Errors
 /// [`crate::ErrorKind::Invalid`] naming `field` and [`limits::ITL_MS`]; NaN is in no range.
 pub fn itl_from_ms(ms: f64, field: &str) -> Result<Duration, Error> {
-    if limits::ITL_MS.contains(&ms) {
+    from_ms(ms, field, &limits::ITL_MS)
+}
+
+/// A target on the time to the first token.
+///
+/// # Errors
+/// [`crate::ErrorKind::Invalid`] naming `field` and [`limits::TTFT_MS`]; NaN is in no range.
+pub fn ttft_from_ms(ms: f64, field: &str) -> Result<Duration, Error> {
+    from_ms(ms, field, &limits::TTFT_MS)
+}
+
+fn from_ms(ms: f64, field: &str, range: &RangeInclusive<f64>) -> Result<Duration, Error> {
+    if range.contains(&ms) {
         return Ok(Duration::from_secs_f64(ms / 1e3));
     }
-    let (least, most) = (limits::ITL_MS.start(), limits::ITL_MS.end());
+    let (least, most) = (range.start(), range.end());
     Err(Error::invalid(
         field,
         format!("{ms} is not in {least}..={most} milliseconds"),
@@ -95,11 +108,17 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_offered_is_refused_by_name() {
-        let error = read(None, Some(5.0)).unwrap_err();
-        assert_eq!(
-            (error.kind, error.field.as_str()),
-            (ErrorKind::Unsupported, "slo.ttft_ms")
-        );
+    fn a_target_on_the_first_token_stays_at_the_router() {
+        let slo = read(None, Some(250.0)).unwrap();
+        assert_eq!(slo.ttft, Some(Duration::from_millis(250)));
+        assert_eq!(slo.to_wire(), None);
+        for ms in [0.0, 0.5, 600_001.0, f64::NAN] {
+            let error = read(None, Some(ms)).unwrap_err();
+            assert_eq!(
+                (error.kind, error.field.as_str()),
+                (ErrorKind::Invalid, "slo.ttft_ms")
+            );
+            assert!(error.message.contains("1..=600000"), "{}", error.message);
+        }
     }
 }

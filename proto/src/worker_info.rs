@@ -1,14 +1,17 @@
 //! What every worker answers about itself, whatever its role: the description,
-//! the tokenizer specification and the watch stream.
+//! the tokenizer specification and the watch stream; and how it leaves.
 
 use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::watch;
+use tokio::time::Instant;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::Status;
 
+use crate::block_hash::BlockHash;
+use crate::cache_names::{CacheDelta, CacheNames};
 use crate::error::Error;
 use crate::ids::{Epoch, WorkerId};
 use crate::model_card::ModelCard;
@@ -19,6 +22,79 @@ use crate::{v1, work};
 /// The longest silence of a watch stream; a router that hears nothing for a few of
 /// these judges the worker dead.
 pub const WATCH_INTERVAL: Duration = Duration::from_millis(250);
+
+/// What the requests of a worker whose grace time is over get to go on elsewhere: about
+/// what computing a long prompt once more takes.
+pub const LEAVE_TIME: Duration = Duration::from_secs(10);
+
+/// Why a draining worker does not take, or go on with, a request.
+pub const WORKER_DRAINING: &str = "WORKER_DRAINING";
+
+/// What a request hears that a worker ends because it leaves.
+pub fn leaving(worker: &WorkerId) -> Error {
+    let message = format!("worker `{worker}` leaves, its grace time is over");
+    Error::new(crate::ErrorKind::Unavailable, message).with_reason(WORKER_DRAINING)
+}
+
+/// The time that a draining worker lets its requests run. Begun once.
+#[derive(Debug, Default)]
+pub struct Grace(watch::Sender<Option<Instant>>);
+
+impl Grace {
+    /// The time begins now, unless it has begun.
+    pub fn begin(&self, time: Duration) {
+        self.0.send_if_modified(|end| {
+            let news = end.is_none();
+            if news {
+                *end = Some(Instant::now() + time);
+            }
+            news
+        });
+    }
+
+    /// Resolves when the time is over, which it is not before it began. Cancel safe.
+    pub fn over(&self) -> impl Future<Output = ()> + Send + use<> {
+        let mut end = self.0.subscribe();
+        async move {
+            let end = end.wait_for(Option::is_some).await.ok().and_then(|end| *end);
+            match end {
+                Some(end) => tokio::time::sleep_until(end).await,
+                // The worker is gone, and with it whoever asks.
+                None => std::future::pending().await,
+            }
+        }
+    }
+}
+
+/// Blocks that one event of a watch stream names: 256 KiB.
+const NAMES_PER_EVENT: usize = 16_384;
+
+/// What changed in a cache as it travels, in pieces; nothing where nothing changed.
+fn cache_changes(delta: &CacheDelta) -> Vec<v1::CacheChanges> {
+    let bytes = |names: &[BlockHash]| names.iter().flat_map(|name| name.0).collect();
+    let stored = delta
+        .stored
+        .chunks(NAMES_PER_EVENT)
+        .map(|names| v1::CacheChanges {
+            stored: bytes(names),
+            ..v1::CacheChanges::default()
+        });
+    let removed = delta
+        .removed
+        .chunks(NAMES_PER_EVENT)
+        .map(|names| v1::CacheChanges {
+            removed: bytes(names),
+            ..v1::CacheChanges::default()
+        });
+    let mut pieces: Vec<_> = stored.chain(removed).collect();
+    if delta.snapshot {
+        if pieces.is_empty() {
+            pieces.push(v1::CacheChanges::default());
+        }
+        pieces[0].snapshot = true;
+    }
+    pieces
+}
 
 /// A stream of messages as tonic wants it.
 pub type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
@@ -57,6 +133,8 @@ pub struct WorkerInfo {
     pub state: watch::Receiver<WorkerState>,
     /// Reads the load now; must not block.
     pub load: Arc<dyn Fn() -> v1::Load + Send + Sync>,
+    /// What its prefix cache holds.
+    pub cache: Arc<CacheNames>,
 }
 
 impl WorkerInfo {
@@ -95,15 +173,27 @@ impl WorkerInfo {
         // Ends with its reader: every send fails once the stream is dropped.
         tokio::spawn(async move {
             let mut state = info.state.clone();
-            for sequence in 0_u64.. {
-                let event = v1::WatchEvent {
-                    epoch: info.epoch.0,
-                    sequence,
-                    state: state.borrow_and_update().name().to_owned(),
-                    load: Some((info.load)()),
-                };
-                if tx.send(Ok(event)).await.is_err() {
-                    return;
+            let mut sequence = 0_u64;
+            let mut position = None;
+            loop {
+                let delta = info.cache.since(position);
+                position = Some(delta.position);
+                let mut pieces: Vec<_> = cache_changes(&delta).into_iter().map(Some).collect();
+                if pieces.is_empty() {
+                    pieces.push(None);
+                }
+                for cache in pieces {
+                    let event = v1::WatchEvent {
+                        epoch: info.epoch.0,
+                        sequence,
+                        state: state.borrow_and_update().name().to_owned(),
+                        load: Some((info.load)()),
+                        cache,
+                    };
+                    sequence += 1;
+                    if tx.send(Ok(event)).await.is_err() {
+                        return;
+                    }
                 }
                 tokio::select! {
                     biased;
@@ -124,7 +214,7 @@ impl WorkerInfo {
         let (reason, what) = match *self.state.borrow() {
             WorkerState::Ready => return Ok(()),
             WorkerState::Starting => ("WORKER_STARTING", "starting"),
-            WorkerState::Draining => ("WORKER_DRAINING", "draining"),
+            WorkerState::Draining => (WORKER_DRAINING, "draining"),
         };
         let error = Error::new(
             crate::ErrorKind::Unavailable,

@@ -22,6 +22,7 @@ use baton_observability::labels::Decision;
 use baton_proto::block_hash::BlockHash;
 use baton_proto::sampling::{SampledToken, SamplingParams};
 use baton_proto::slo::Slo;
+use baton_proto::worker_info::WORKER_DRAINING;
 use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, v1};
 use tokio::time::Instant;
 
@@ -88,6 +89,8 @@ pub struct Driver {
     outlet: Outlet,
     timing: Timing,
     decode: Option<DecodeSession>,
+    /// The call that goes on while the request moves away from its worker.
+    aside: Option<DecodeSession>,
     prefill: Option<PrefillSession>,
     /// Calls that only have their last word left.
     closing: Option<DecodeSession>,
@@ -102,6 +105,8 @@ pub struct Driver {
     retries: u64,
     mid_stream: bool,
     migrations: u64,
+    /// Moves away from workers that left in order.
+    moves: u64,
     outcome: Option<Result<(), Error>>,
 }
 
@@ -114,6 +119,7 @@ impl Driver {
             n: job.sampling.n,
             max_tokens: job.sampling.max_tokens,
             attempts_max: config.attempts_max,
+            exact: job.exact,
             timeouts: Timeouts {
                 total: job.deadline - job.received,
                 answer: ms(config.answer_timeout_ms),
@@ -136,6 +142,7 @@ impl Driver {
             texts,
             outlet,
             decode: None,
+            aside: None,
             prefill: None,
             closing: None,
             closing_prefill: None,
@@ -145,6 +152,7 @@ impl Driver {
             retries: 0,
             mid_stream: false,
             migrations: 0,
+            moves: 0,
             outcome: None,
             shared,
             job,
@@ -189,6 +197,7 @@ impl Driver {
             // A prefill worker says little; a busy decode worker must not drown it.
             event = prefill_event(&mut self.prefill, &mut self.timing) => event,
             event = decode_event(&mut self.decode) => event,
+            event = decode_event(&mut self.aside) => event,
             event = lost(decoder, &self.shared.workers, numerics) => event,
             event = lost(prefiller, &self.shared.workers, numerics) => event,
         }
@@ -198,7 +207,9 @@ impl Driver {
     async fn step(&mut self, event: Event) {
         let mut events = std::collections::VecDeque::from([event]);
         while let Some(event) = events.pop_front() {
-            if let Event::Decode { event, .. } = &event {
+            if let Event::Decode { session, event } = &event
+                && self.decode.as_ref().is_some_and(|d| d.session == *session)
+            {
                 self.heard_from_decode(event);
                 events.extend(self.accept(event).await);
             }
@@ -212,6 +223,10 @@ impl Driver {
     }
 
     fn heard_from_decode(&mut self, event: &DecodeEvent) {
+        if let (DecodeEvent::Leaving, Some(session)) = (event, &self.decode) {
+            tracing::info!(worker = %session.worker.key.id, reason = WORKER_DRAINING,
+                "the decode worker leaves; moving the request");
+        }
         self.timing.heard_from_decode(event);
         if matches!(
             event,
@@ -300,6 +315,9 @@ impl Driver {
                 self.closing = self.decode.take();
             }
             Action::AwaitDecodeEnd => self.closing = self.decode.take(),
+            Action::SetDecodeAside => self.aside = self.decode.take(),
+            Action::TakeDecodeBack => self.decode = self.aside.take(),
+            Action::DropDecodeAside => self.aside = None,
             Action::Emit { choice, run } => {
                 return self.emit(choice, run.tokens).await;
             }
@@ -327,6 +345,12 @@ impl Driver {
             Action::CountConflict => {
                 tracing::error!("two workers drew different tokens");
                 self.metrics().token_conflicts.inc();
+            }
+            Action::CountMove => {
+                self.moves += 1;
+                if let Some(session) = &self.decode {
+                    tracing::info!(worker = %session.worker.key.id, "moved");
+                }
             }
             Action::CountRetry {
                 mid_stream,

@@ -10,6 +10,7 @@
 //!             ^  |         |  (local: no P, D computes)  |          |
 //!             |  +-- P failed: Reticket at D, another P (or PrefillLocally)
 //!             +----- D failed: another D, the log's tokens forced
+//!             +----- D goes: the same, while D decodes on until the other one runs
 //! ```
 //!
 //! Every placement has a number, the attempt. Events carry the attempt they
@@ -21,6 +22,7 @@
 
 mod action;
 mod failure;
+mod moving;
 pub mod token_log;
 
 use std::time::Duration;
@@ -43,6 +45,8 @@ pub struct Spec {
     pub max_tokens: u32,
     /// Failed attempts before the request fails. At least 1.
     pub attempts_max: u32,
+    /// Whether every token is drawn with the same arithmetic, whoever draws it.
+    pub exact: bool,
     pub timeouts: Timeouts,
 }
 
@@ -116,6 +120,8 @@ pub struct Request {
     attempt: u32,
     failures: u32,
     decode: Option<Decode>,
+    /// The decode worker that goes, and decodes on while the request moves.
+    aside: Option<Decode>,
     prefill: Option<Prefill>,
     /// The prefill worker to call once D has reserved.
     next_prefill: Option<WorkerKey>,
@@ -143,6 +149,7 @@ impl Request {
             attempt: 0,
             failures: 0,
             decode: None,
+            aside: None,
             prefill: None,
             next_prefill: None,
             excluded_decode: Vec::new(),
@@ -195,6 +202,7 @@ impl Request {
         match event {
             Event::Begin => self.place(&mut out),
             Event::Placed(Ok(placement)) => self.placed(now, placement, &mut out),
+            Event::Placed(Err(_)) if self.aside.is_some() => self.stay(&mut out),
             Event::Placed(Err(error)) => {
                 // Why nobody may go on says more than why the last one did not.
                 let last = self.last_error.take().filter(|_| error.field.is_empty());
@@ -207,6 +215,12 @@ impl Request {
                     .is_some_and(|decode| decode.session == session)
                 {
                     self.handle_decode(now, event, &mut out);
+                } else if self
+                    .aside
+                    .as_ref()
+                    .is_some_and(|aside| aside.session == session)
+                {
+                    self.handle_aside(event, &mut out);
                 }
             }
             Event::Prefill { attempt, event } => {
@@ -360,6 +374,7 @@ impl Request {
                 self.decode_failed(error, out);
             }
             DecodeEvent::Failed { error } => self.decode_failed(error, out),
+            DecodeEvent::Leaving => self.decode_leaves(out),
             DecodeEvent::Unknown => {}
         }
     }
@@ -457,6 +472,7 @@ impl Request {
     }
 
     fn decode_runs(&mut self, out: &mut Vec<Action>) {
+        self.moved(out);
         if let Some(decode) = &mut self.decode {
             decode.took = true;
             decode.running = true;
@@ -573,6 +589,9 @@ impl Request {
             } else {
                 Action::DropPrefill
             });
+        }
+        if self.aside.take().is_some() {
+            out.push(Action::DropDecodeAside);
         }
         if let Some(decode) = self.decode.take() {
             out.push(if done && decode.running {

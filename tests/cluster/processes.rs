@@ -7,6 +7,8 @@
 //! transports what carries KV between processes of one host, and what is left of it
 //! moving     a stream whose decode worker dies is the undisturbed one, over both doors
 //! frozen     SIGSTOP: the right pool is blamed, and a worker comes back
+//! leaving    streams that outlast their worker's grace time go on elsewhere
+//! rolling    everything is restarted, one after the other, under load
 //! resuming   routers die or stand still, and clients go on at another one
 //! outage     etcd is gone: routers serve, and start, on what they knew
 //! ```
@@ -17,9 +19,11 @@
 
 mod deaths;
 mod frozen;
+mod leaving;
 mod moving;
 mod outage;
 mod resuming;
+mod rolling;
 mod together;
 mod transports;
 

@@ -56,6 +56,7 @@ impl Engine {
         let inbox = Arc::new(Inbox::new(config.limits.commands_max));
         drop(inbox.on_arrival.set(Arrival(Box::new(on_arrival))));
         let core = Core::new(executor, facts, &memory, config, sink, Arc::clone(&load))?;
+        let cache_names = core.cache_names();
         let driven = DrivenCore {
             core,
             inbox: Arc::clone(&inbox),
@@ -65,6 +66,7 @@ impl Engine {
         let engine = Self {
             inbox,
             load,
+            cache_names,
             memory,
             card,
             rates: None,

@@ -24,6 +24,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use baton_proto::block_hash::BlockHash;
+use baton_proto::cache_names::CacheChange;
 
 use crate::api::BlockCounts;
 
@@ -84,6 +85,8 @@ pub struct BlockPool {
     index: HashMap<BlockHash, u32>,
     counts: BlockCounts,
     clock: u64,
+    /// Names that came and went, for whoever keeps a copy of the index; `None` if nobody does.
+    news: Option<Vec<CacheChange>>,
 }
 
 impl BlockPool {
@@ -108,7 +111,18 @@ impl BlockPool {
                 ..BlockCounts::default()
             },
             clock: 0,
+            news: None,
         }
+    }
+
+    /// From now on, [`BlockPool::news`] says which names came and went.
+    pub fn tell_news(&mut self) {
+        self.news.get_or_insert_default();
+    }
+
+    /// Names that came and went since the list was last emptied, by its reader.
+    pub fn news(&mut self) -> Option<&mut Vec<CacheChange>> {
+        self.news.as_mut()
     }
 
     /// Blocks by state.
@@ -237,6 +251,7 @@ impl BlockPool {
         }
         self.index.insert(hash, block);
         self.slots[block as usize].hash = Some(hash);
+        self.tell(hash, true);
     }
 
     /// The block that holds the last span of the prefix named `hash`.
@@ -273,8 +288,15 @@ impl BlockPool {
         let hash = self.slots[block as usize].hash;
         if let Some(hash) = hash {
             self.index.remove(&hash);
+            self.tell(hash, false);
         }
         self.change(block, |slot| slot.hash = None);
+    }
+
+    fn tell(&mut self, name: BlockHash, stored: bool) {
+        if let Some(news) = &mut self.news {
+            news.push(CacheChange { name, stored });
+        }
     }
 
     /// Changes a slot and keeps the lists and counts in step with its state.
@@ -491,6 +513,24 @@ mod tests {
         assert_eq!(pool.available(), 0);
         pool.release(block);
         assert_eq!(pool.available(), 1);
+    }
+
+    #[test]
+    fn news_are_what_came_into_the_index_and_left_it() {
+        let mut pool = BlockPool::new(1);
+        cache(&mut pool, 1);
+        assert!(pool.news().is_none());
+        pool.tell_news();
+        // Evicts the one before.
+        cache(&mut pool, 2);
+        pool.clear_cache();
+        let news: Vec<(u8, bool)> = pool
+            .news()
+            .unwrap()
+            .drain(..)
+            .map(|change| (change.name.0[0], change.stored))
+            .collect();
+        assert_eq!(news, [(1, false), (2, true), (2, false)]);
     }
 
     #[test]

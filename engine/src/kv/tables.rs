@@ -98,6 +98,13 @@ impl Pools {
         &mut self.pools[group]
     }
 
+    /// The pool whose names stand for all: that of the first full group, without which a
+    /// prefix is found nowhere, or of the first group.
+    pub fn telling(&mut self) -> &mut BlockPool {
+        let full = self.groups().find(|group| self.is_full(*group));
+        &mut self.pools[full.unwrap_or(0)]
+    }
+
     /// The groups' indices.
     pub fn groups(&self) -> std::ops::Range<usize> {
         0..self.pools.len()

@@ -20,6 +20,7 @@ impl Driver {
     /// for the decode worker's last word.
     pub(super) async fn finish(mut self) {
         self.prefill = None;
+        self.aside = None;
         let cancelled = self.outcome.is_none();
         let outcome = self
             .outcome
@@ -103,6 +104,8 @@ impl Driver {
             failed.inc_by(self.retries - 1);
             metrics.retries.get((when, success(outcome.is_ok()))).inc();
         }
+        let moved = metrics.migrations.get(Success::Ok);
+        moved.inc_by(self.moves);
         if self.migrations > 0 {
             let failed = metrics.migrations.get(Success::Failed);
             failed.inc_by(self.migrations - 1);

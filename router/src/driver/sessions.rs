@@ -253,6 +253,7 @@ fn decode_event(event: v1::DecodeEvent) -> DecodeEvent {
         Some(Event::Ended(ended)) => DecodeEvent::Ended {
             error: ended.error.as_ref().map(from_detail),
         },
+        Some(Event::Leaving(_)) => DecodeEvent::Leaving,
         // A newer peer's event is tolerated; it is a sign of life only.
         None => DecodeEvent::Unknown,
     }

@@ -87,6 +87,8 @@ pub enum DecodeEvent {
     Ended {
         error: Option<Error>,
     },
+    /// The worker goes, and the request with it before long: it is to move.
+    Leaving,
     /// Refused, or the call broke.
     Failed {
         error: Error,
@@ -165,6 +167,12 @@ pub enum Action {
     CancelDecode,
     /// The decode call is over but for its last word.
     AwaitDecodeEnd,
+    /// The decode call goes on beside the next one, until that one runs.
+    SetDecodeAside,
+    /// The call that was set aside is the decode call again: nobody takes its place.
+    TakeDecodeBack,
+    /// Close the call that was set aside, which cancels it.
+    DropDecodeAside,
     /// Send tokens to the client.
     Emit {
         choice: u32,
@@ -178,6 +186,8 @@ pub enum Action {
     Complete,
     /// Two sources disagreed.
     CountConflict,
+    /// A request of a worker that goes runs elsewhere.
+    CountMove,
     /// The request is placed again.
     CountRetry {
         mid_stream: bool,

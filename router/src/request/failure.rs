@@ -2,7 +2,8 @@
 //!
 //! A refusal (a worker that did not take the request) costs nothing but that
 //! worker's place among the candidates; a failure after it took the request is
-//! charged, and [`super::Spec::attempts_max`] of those end the request.
+//! charged, and [`super::Spec::attempts_max`] of those end the request. A worker that
+//! leaves in order is not charged either.
 //!
 //! A handoff that breaks on its way is first put to the prefill worker. If the decode
 //! worker turns out dead, or a second prefill worker cannot reach it either, it was the
@@ -11,6 +12,7 @@
 use std::time::Duration;
 
 use baton_proto::live_requests::RESUMED_ELSEWHERE;
+use baton_proto::worker_info::WORKER_DRAINING;
 use baton_proto::{Error, ErrorKind};
 
 use super::{Action, BrokenLane, Prefilling, Request, Stage, TokenLog, WorkerKey};
@@ -100,9 +102,10 @@ impl Request {
                     charged: prefill.accepted,
                 });
             }
+            let charged = prefill.accepted && error.reason != WORKER_DRAINING;
             let error = attribute("prefill", &prefill.worker, error);
             self.excluded_prefill.push(prefill.worker);
-            if !self.may_go_on(error, prefill.accepted, out) {
+            if !self.may_go_on(error, charged, out) {
                 return;
             }
         } else if !self.may_go_on(error, true, out) {
@@ -123,10 +126,15 @@ impl Request {
         out.push(Action::CancelDecode);
         self.next_prefill = None;
         self.clear_senders_to(&decode.worker);
+        // A worker that goes has done nothing wrong; and as long as the one that the request
+        // moves away from still runs, nothing is lost.
+        let charged = decode.took && error.reason != WORKER_DRAINING && self.aside.is_none();
         let error = attribute("decode", &decode.worker, error);
         self.excluded_decode.push(decode.worker);
-        self.logs.iter_mut().for_each(TokenLog::forget_held);
-        if self.may_go_on(error, decode.took, out) {
+        if self.aside.is_none() {
+            self.logs.iter_mut().for_each(TokenLog::forget_held);
+        }
+        if self.may_go_on(error, charged, out) {
             self.count_retry(decode.running, out);
             self.place(out);
         }

@@ -24,6 +24,7 @@ fn error(kind: &str) -> Error {
     let kind = match kind {
         "invalid" => ErrorKind::Invalid,
         "overloaded" => ErrorKind::Overloaded,
+        "draining" => return baton_proto::worker_info::leaving(&"w".into()),
         "unavailable" => ErrorKind::Unavailable,
         "fenced" => ErrorKind::Fenced,
         "deadline" => ErrorKind::Deadline,
@@ -68,6 +69,7 @@ impl Scene {
             n,
             max_tokens,
             attempts_max: 3,
+            exact: true,
             timeouts: Timeouts {
                 total: ms(100_000),
                 answer: ms(1_000),
@@ -158,6 +160,7 @@ impl Scene {
                 },
                 output_tokens: number(count),
             },
+            ["leaving"] => DecodeEvent::Leaving,
             ["ended"] => DecodeEvent::Ended { error: None },
             ["ended", kind] => DecodeEvent::Ended {
                 error: Some(error(kind)),
@@ -243,6 +246,10 @@ impl Scene {
             Action::AwaitPrefillEnd => "await-prefill-end".to_owned(),
             Action::CancelDecode => "cancel-decode".to_owned(),
             Action::AwaitDecodeEnd => "await-end".to_owned(),
+            Action::SetDecodeAside => "set-aside".to_owned(),
+            Action::TakeDecodeBack => "take-back".to_owned(),
+            Action::DropDecodeAside => "drop-aside".to_owned(),
+            Action::CountMove => "moved".to_owned(),
             Action::Emit { choice, run } => {
                 let ids: Vec<String> = run.tokens.iter().map(|t| t.id.to_string()).collect();
                 format!("emit {choice}@{} {}", run.first_index, ids.join(" "))
@@ -1332,5 +1339,190 @@ fn a_last_token_that_was_never_sent_is_the_clients_mistake() {
         fail Invalid RESUME_MISMATCH: choice 0 index 1: the client claims token 6, 7 was drawn
         cancel-decode
         ",
+    );
+}
+
+/// A stream that decodes at d1, with three tokens sent.
+const RUNNING: &str = "
+    > p first 10
+    emit 0@0 10
+    > p handed
+    drop-prefill
+    > d committed 10
+    > d tokens 0@1 11 12
+    emit 0@1 11 12
+";
+
+fn while_running(rest: &str) -> String {
+    after_split(&format!("{RUNNING}{rest}"))
+}
+
+#[test]
+fn a_worker_that_goes_decodes_on_until_another_one_runs() {
+    check(
+        1,
+        9,
+        &while_running(
+            "
+            > d leaving
+            set-aside
+            place not d1 resume 3
+            > placed p1 d2
+            start d2 receive #2 forced [[10, 11, 12]]
+            > d#1 tokens 0@3 13
+            emit 0@3 13
+            > d reserved 2
+            prefill p1 #2 forced [[10, 11, 12]]
+            > p accepted
+            > d#1 leaving
+            > d#1 tokens 0@4 14
+            emit 0@4 14
+            > p first 13
+            > p handed
+            drop-prefill
+            > d committed 13
+            drop-aside
+            moved
+            > d tokens 0@4 14 15
+            emit 0@5 15
+            > d#1 tokens 0@5 99
+            > d end 0 stop 6
+            finish 0 stop
+            complete
+            await-end
+            ",
+        ),
+    );
+}
+
+#[test]
+fn a_stream_that_ends_while_it_moves_has_ended() {
+    check(
+        1,
+        4,
+        &while_running(
+            "
+            > d leaving
+            set-aside
+            place not d1 resume 3
+            > placed p1 d2
+            start d2 receive #2 forced [[10, 11, 12]]
+            > d#1 tokens 0@3 13.
+            emit 0@3 13
+            finish 0 length
+            complete
+            drop-aside
+            cancel-decode
+            ",
+        ),
+    );
+}
+
+#[test]
+fn a_stream_that_nobody_takes_stays_and_moves_later() {
+    check(
+        1,
+        9,
+        &while_running(
+            "
+            > d leaving
+            set-aside
+            place not d1 resume 3
+            > placed p1 d2
+            start d2 receive #2 forced [[10, 11, 12]]
+            > d failed overloaded
+            cancel-decode
+            retry mid-stream
+            place not d1,d2 resume 3
+            > placed nowhere
+            take-back
+            > d#1 tokens 0@3 13
+            emit 0@3 13
+            > d#1 leaving
+            set-aside
+            place not d1 resume 4
+            > placed p1 d2
+            start d2 receive #3 forced [[10, 11, 12, 13]]
+            > d#1 ended draining
+            drop-aside
+            > d reserved 3
+            prefill p1 #3 forced [[10, 11, 12, 13]]
+            > p first 14
+            emit 0@4 14
+            > d committed 14
+            > gone
+            drop-prefill
+            cancel-decode
+            ",
+        ),
+    );
+}
+
+#[test]
+fn leaving_in_order_is_no_failure_of_a_worker() {
+    // Three failures end a request; none of these is one.
+    check(
+        1,
+        9,
+        &after_split(
+            "
+            > p failed draining
+            drop-prefill
+            retry
+            place keep d1 not p1
+            > placed p2 d1
+            reticket #2
+            > d reserved 2
+            prefill p2 #2
+            > p accepted
+            > d leaving
+            drop-prefill
+            cancel-decode
+            retry
+            place not d1,p1
+            > placed p2 d2
+            start d2 receive #3
+            > d reserved 3
+            prefill p2 #3
+            > p first 10
+            emit 0@0 10
+            > d committed 10
+            > d ended draining
+            drop-prefill
+            cancel-decode
+            retry mid-stream migration
+            place not d1,d2,p1 resume 1
+            > placed p2 d3
+            start d3 receive #4 forced [[10]]
+            > d failed internal
+            cancel-decode
+            retry mid-stream
+            place not d1,d2,d3,p1 resume 1
+            > placed nowhere
+            fail Internal INTERNAL: decode worker `d3`: boom
+            ",
+        ),
+    );
+}
+
+/// Two workers of other arithmetic may draw other tokens: one at a time.
+#[test]
+fn without_exactness_a_worker_that_goes_is_let_go_first() {
+    let mut scene = Scene::new(1, 9);
+    scene.machine.spec.exact = false;
+    play(
+        scene,
+        &while_running(
+            "
+            > d leaving
+            cancel-decode
+            retry mid-stream migration
+            place not d1 resume 3
+            > placed p1 d2
+            start d2 receive #2 forced [[10, 11, 12]]
+            > gone
+            cancel-decode
+            ",
+        ),
     );
 }

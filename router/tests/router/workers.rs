@@ -212,6 +212,7 @@ impl Worker {
                 requests_running: running.running.load(Ordering::Relaxed).max(0) as u32,
                 ..v1::Load::default()
             }),
+            cache: Arc::default(),
         };
         let service = Service {
             info,

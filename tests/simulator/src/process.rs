@@ -82,6 +82,8 @@ pub struct WorkerPlan {
     pub step: Duration,
     pub token: Duration,
     pub handoff_deadline: Duration,
+    /// What a worker that drains lets run; the rest moves.
+    pub drain_grace: Duration,
 }
 
 /// What processes live in.
@@ -168,7 +170,8 @@ impl Process {
                     tokenizer_json,
                     on_step,
                 };
-                let config = PrefillWorkerConfig::new(slot.id().into(), config.clone());
+                let mut config = PrefillWorkerConfig::new(slot.id().into(), config.clone());
+                config.drain_grace = plan.drain_grace;
                 let worker = prefill::SimulatedWorker::start(config, outside, engine, regions);
                 Worker::Prefill(worker.expect("a plan's settings work"))
             }
@@ -182,6 +185,7 @@ impl Process {
                 };
                 let mut config = DecodeWorkerConfig::new(slot.id().into(), config.clone());
                 config.handoff_deadline = plan.handoff_deadline;
+                config.drain_grace = plan.drain_grace;
                 config.slow_client_deadline = Duration::from_secs(5);
                 let worker = decode::SimulatedWorker::start(config, outside, engine, regions);
                 Worker::Decode(worker.expect("a plan's settings work"))

@@ -161,6 +161,14 @@ impl Scenario {
             step: between(rng, 3, 9),
             token: Duration::from_micros(rng.random_range(20..=300)),
             handoff_deadline: between(rng, 2000, 5000),
+            drain_grace: {
+                // Of its own, so that a seed means what it meant.
+                let rng = &mut StdRng::seed_from_u64(seed ^ 0xd4a1);
+                match rng.random_bool(0.5) {
+                    true => Duration::ZERO,
+                    false => between(rng, 0, 2000),
+                }
+            },
         };
         let router = RouterConfig {
             pending_requests_max: if calm { 1024 } else { rng.random_range(8..=64) },

@@ -219,6 +219,7 @@ impl Tap {
                 "<- choice {} finished after {}",
                 finished.choice, finished.output_tokens
             )),
+            Some(Event::Leaving(_)) => self.tell("<- leaves, the request is to move"),
             Some(Event::Ended(ended)) => match ended.error {
                 Some(error) => self.tell(format!("<- ended: {}", error.message)),
                 None => self.tell("<- ended"),
