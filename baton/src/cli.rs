@@ -296,6 +296,10 @@ pub struct RouterArgs {
     /// Longest life of a request.
     #[arg(long, env = "BATON_REQUEST_TIMEOUT_MS", default_value_t = 600_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub request_timeout_ms: u64,
+    /// Longest time to the first token, in milliseconds, of requests without
+    /// `slo.ttft_ms`: those that would wait longer are refused [default: none].
+    #[arg(long, env = "BATON_TTFT_TARGET_MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
+    pub ttft_target_ms: Option<u64>,
     /// Longest handoff without progress.
     #[arg(long, env = "BATON_HANDOFF_TIMEOUT_MS", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub handoff_timeout_ms: u64,

@@ -90,6 +90,7 @@ pub fn router_config(
         requests_max: args.requests_max,
         local_prefill_tokens_max: args.local_prefill_tokens_max,
         request_timeout_ms: args.request_timeout_ms,
+        ttft_target_ms: args.ttft_target_ms,
         handoff_timeout_ms: args.handoff_timeout_ms,
         prefix_spans_max: args.prefix_spans_max as usize,
         drain_ms: args.drain_ms,

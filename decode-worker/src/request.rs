@@ -718,7 +718,9 @@ fn abort_error(reason: &AbortReason) -> Error {
     Error::new(kind, message).with_reason(code)
 }
 
-fn boxed(wait: impl Future<Output = ()> + Send + 'static) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+fn boxed(
+    wait: impl Future<Output = ()> + Send + 'static,
+) -> Pin<Box<dyn Future<Output = ()> + Send>> {
     Box::pin(wait)
 }
 

@@ -481,8 +481,7 @@ impl DecodeWorker {
         self.shared.live().end_all(&reason);
         let engine = Arc::clone(&self.shared);
         // Requests end when their blocks are back; a stopped engine drops them all.
-        let ended =
-            tokio::time::timeout(Duration::from_secs(2), self.shared.tasks.wait()).await;
+        let ended = tokio::time::timeout(Duration::from_secs(2), self.shared.tasks.wait()).await;
         if ended.is_err() {
             tracing::warn!("requests did not end in time; stopping the engine under them");
         }

@@ -2,10 +2,10 @@
 //! the tokenizer specification and the watch stream; and how it leaves.
 
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use tokio::sync::watch;
+use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_stream::{Stream, StreamExt as _};
 use tonic::Status;
@@ -36,31 +36,37 @@ pub fn leaving(worker: &WorkerId) -> Error {
     Error::new(crate::ErrorKind::Unavailable, message).with_reason(WORKER_DRAINING)
 }
 
-/// The time that a draining worker lets its requests run. Begun once.
+/// The time that a draining worker lets its requests run. Begun once. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct Grace(Arc<GraceState>);
+
 #[derive(Debug, Default)]
-pub struct Grace(watch::Sender<Option<Instant>>);
+struct GraceState {
+    end: OnceLock<Instant>,
+    /// Wakes those who wait in the order they came, which a `watch` does not.
+    begun: Notify,
+}
 
 impl Grace {
     /// The time begins now, unless it has begun.
     pub fn begin(&self, time: Duration) {
-        self.0.send_if_modified(|end| {
-            let news = end.is_none();
-            if news {
-                *end = Some(Instant::now() + time);
-            }
-            news
-        });
+        if self.0.end.set(Instant::now() + time).is_ok() {
+            self.0.begun.notify_waiters();
+        }
     }
 
     /// Resolves when the time is over, which it is not before it began. Cancel safe.
     pub fn over(&self) -> impl Future<Output = ()> + Send + use<> {
-        let mut end = self.0.subscribe();
+        let state = Arc::clone(&self.0);
         async move {
-            let end = end.wait_for(Option::is_some).await.ok().and_then(|end| *end);
-            match end {
-                Some(end) => tokio::time::sleep_until(end).await,
-                // The worker is gone, and with it whoever asks.
-                None => std::future::pending().await,
+            loop {
+                let begun = state.begun.notified();
+                tokio::pin!(begun);
+                begun.as_mut().enable();
+                match state.end.get() {
+                    Some(end) => return tokio::time::sleep_until(*end).await,
+                    None => begun.await,
+                }
             }
         }
     }

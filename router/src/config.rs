@@ -9,8 +9,8 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use baton_proto::Error;
 use baton_proto::transport::TlsSettings;
+use baton_proto::{Error, slo};
 use serde::{Deserialize, Serialize};
 
 use crate::last_view::Seed;
@@ -53,6 +53,9 @@ pub struct RouterConfig {
     /// Failed tries to place a request before it fails.
     pub attempts_max: u32,
 
+    /// The longest time to the first token of requests without a target of their own:
+    /// those that would wait longer are refused. Absent: none.
+    pub ttft_target_ms: Option<u64>,
     /// The time of a request whose client gave no deadline, and the most a client gets.
     pub request_timeout_ms: u64,
     /// A worker's first answer to a call.
@@ -106,6 +109,7 @@ impl Default for RouterConfig {
             local_prefill_tokens_max: 64,
             prefix_spans_max: 1 << 16,
             attempts_max: 3,
+            ttft_target_ms: None,
             request_timeout_ms: 600_000,
             answer_timeout_ms: 5_000,
             queue_timeout_ms: 60_000,
@@ -165,6 +169,9 @@ impl RouterConfig {
             );
             return Err(Error::invalid("resume_keys", message));
         }
+        if let Some(ms) = self.ttft_target_ms {
+            slo::ttft_from_ms(ms as f64, "ttft_target_ms")?;
+        }
         self.seeds()?;
         if self.worker_lost_ms < self.worker_silence_ms {
             let message = format!(
@@ -207,6 +214,10 @@ impl RouterConfig {
     /// [`baton_proto::ErrorKind::Invalid`] naming the setting.
     pub(crate) fn seeds(&self) -> Result<Vec<Seed>, Error> {
         self.worker.iter().map(|text| Seed::parse(text)).collect()
+    }
+
+    pub(crate) fn ttft_target(&self) -> Option<Duration> {
+        self.ttft_target_ms.map(Duration::from_millis)
     }
 
     pub(crate) fn request_timeout(&self) -> Duration {

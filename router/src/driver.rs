@@ -39,7 +39,7 @@ use crate::resume::fences::Fenced;
 use crate::resume::prompt_hash;
 use crate::resume::received::Cursor;
 use crate::text::{ChoiceText, StopRules};
-use crate::workers::{ServedModel, Worker, Workers};
+use crate::workers::{Placed, ServedModel, Worker, Workers};
 
 /// How long a whole answer waits for the prefill worker's word on its cache. The word
 /// was sent before the answer's first token.
@@ -92,6 +92,10 @@ pub struct Driver {
     /// The call that goes on while the request moves away from its worker.
     aside: Option<DecodeSession>,
     prefill: Option<PrefillSession>,
+    /// The prefill worker's time, until it is asked.
+    booked: Option<Placed>,
+    /// The request was placed once.
+    placed_before: bool,
     /// Calls that only have their last word left.
     closing: Option<DecodeSession>,
     closing_prefill: Option<PrefillSession>,
@@ -144,6 +148,8 @@ impl Driver {
             decode: None,
             aside: None,
             prefill: None,
+            booked: None,
+            placed_before: false,
             closing: None,
             closing_prefill: None,
             accepted: false,
@@ -228,6 +234,16 @@ impl Driver {
                 "the decode worker leaves; moving the request");
         }
         self.timing.heard_from_decode(event);
+        let took = matches!(
+            event,
+            DecodeEvent::Reserved { .. }
+                | DecodeEvent::Started { .. }
+                | DecodeEvent::Committed { .. }
+                | DecodeEvent::Tokens { .. }
+        );
+        if let Some(session) = self.decode.as_mut().filter(|_| took) {
+            session.placed.taken();
+        }
         if matches!(
             event,
             DecodeEvent::Committed { .. } | DecodeEvent::Tokens { .. }
@@ -438,6 +454,9 @@ impl Driver {
         if count > 0 {
             self.shared.metrics.generation_tokens.inc_by(count);
             self.timing.sent(choice, count, &self.shared.metrics);
+            if let Some((foretold, took)) = self.timing.take_forecast() {
+                self.shared.margin().learn(foretold, took);
+            }
         }
         stopped
     }

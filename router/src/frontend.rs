@@ -29,6 +29,7 @@ use crate::auth::{Keys, Tenant};
 use crate::config::RouterConfig;
 use crate::driver::{Driver, Job, Outlet, Resumed};
 use crate::placement::Policy;
+use crate::placement::forecast::Margin;
 use crate::placement::prefix_index::PrefixIndex;
 use crate::resume::fences::Fences;
 use crate::resume::{ResumeKeys, check_parameters};
@@ -47,6 +48,8 @@ pub struct Shared {
     pub resume_keys: ResumeKeys,
     pub fences: Fences,
     pub prefixes: Mutex<PrefixIndex>,
+    /// How far forecasts were off.
+    pub margin: Mutex<Margin>,
     /// Owns the task of every request.
     pub requests: TaskTracker,
     /// Ends every request.
@@ -59,6 +62,11 @@ impl Shared {
     /// The prefix index. Held for one look-up or insertion.
     pub fn prefixes(&self) -> MutexGuard<'_, PrefixIndex> {
         self.prefixes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The margin of forecasts. Held for one use.
+    pub fn margin(&self) -> MutexGuard<'_, Margin> {
+        self.margin.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -168,7 +176,8 @@ impl Frontend {
             );
         }
         validate::check_supported(&request)?;
-        let slo = Slo::from_wire(request.slo.as_ref(), "slo")?;
+        let mut slo = Slo::from_wire(request.slo.as_ref(), "slo")?;
+        slo.ttft = slo.ttft.or(shared.config.ttft_target());
         let priority = request.priority;
         check_priority(priority, "priority")?;
         let claims = match &request.resume {

@@ -8,6 +8,7 @@
 //! while there is one. Cost is counted in tokens, so that queue, load and cached
 //! prefix add up.
 
+pub mod forecast;
 pub mod prefix_index;
 
 use std::fmt;
@@ -59,6 +60,8 @@ pub struct Candidate {
     pub tokens_waiting: u32,
     /// Tokens of this prompt whose KV it probably holds.
     pub cached_tokens: u32,
+    /// How it gets on, for [forecasts](forecast).
+    pub standing: forecast::Standing,
 }
 
 /// Who runs a request; no prefill worker means the local path.

@@ -20,10 +20,26 @@ use crate::config::RouterConfig;
 use crate::frontend::{Frontend, Shared};
 use crate::last_view::{self, LastView};
 use crate::placement::LeastTokens;
+use crate::placement::WorkerKey;
 use crate::placement::prefix_index::PrefixIndex;
 use crate::resume::ResumeKeys;
 use crate::resume::fences::Fences;
-use crate::workers::{Connect, Follower, Over, Patience, Workers};
+use crate::workers::{CacheChanges, Connect, Follower, Observer, Over, Patience, Workers};
+
+impl Observer for Shared {
+    fn gone(&self, worker: &WorkerKey) {
+        self.prefixes().remove(worker);
+    }
+
+    fn cache_changed(&self, worker: &WorkerKey, changes: &CacheChanges) {
+        let mut prefixes = self.prefixes();
+        if changes.snapshot {
+            prefixes.remove(worker);
+        }
+        prefixes.evicted(&changes.removed, worker);
+        prefixes.insert(&changes.stored, worker, 1);
+    }
+}
 
 /// A running router. Dropping it ends every request and aborts the rest;
 /// [`Router::stop`] drains and joins.
@@ -69,6 +85,7 @@ impl Router {
             resume_keys: ResumeKeys::new(&config.resume_keys),
             fences: Fences::default(),
             prefixes: Mutex::new(PrefixIndex::new(config.prefix_spans_max)),
+            margin: Mutex::default(),
             metrics,
             registry: Arc::new(registry),
             requests: TaskTracker::new(),
@@ -77,7 +94,6 @@ impl Router {
             config,
         });
         let stop_following = CancellationToken::new();
-        let forget = Arc::clone(&shared);
         let mut follower = JoinSet::new();
         let last_view = LastView::open(
             last_view::Settings {
@@ -97,7 +113,7 @@ impl Router {
                 silence: Duration::from_millis(shared.config.worker_silence_ms),
                 lost: Duration::from_millis(shared.config.worker_lost_ms),
             },
-            on_gone: Arc::new(move |key| forget.prefixes().remove(key)),
+            observer: Arc::clone(&shared) as Arc<dyn Observer>,
         };
         follower.spawn(follow.run(stop_following.clone()));
         Ok(Self {

@@ -24,9 +24,10 @@ use baton_tokenizer::Tokenizer;
 use tokio::sync::{Notify, watch};
 
 pub use connect::{Broken, Channel, Connect, Over};
-pub use follow::{Follower, Patience};
+pub use follow::{CacheChanges, Follower, Observer, Patience};
 pub use models::ServedModel;
 
+use crate::placement::forecast::Standing;
 use crate::placement::{Candidate, WorkerKey};
 
 /// What this router's own connection to a worker says.
@@ -63,6 +64,7 @@ pub struct Worker {
     /// Its address, for messages.
     pub control: String,
     pub channel: Channel,
+    sequences_max: u32,
     listed_ready: AtomicBool,
     listed_draining: AtomicBool,
     live: watch::Sender<Live>,
@@ -71,6 +73,8 @@ pub struct Worker {
     doubted: Notify,
     placed_requests: AtomicU32,
     placed_tokens: AtomicU32,
+    /// Requests that it was asked to decode and has not taken yet.
+    asked: AtomicU32,
 }
 
 impl Worker {
@@ -88,12 +92,14 @@ impl Worker {
             card: Arc::new(record.card.clone()),
             control: record.control.clone(),
             channel,
+            sequences_max: record.capacity.sequences_max,
             listed_ready: AtomicBool::new(false),
             listed_draining: AtomicBool::new(false),
             live: watch::Sender::new(live),
             doubted: Notify::new(),
             placed_requests: AtomicU32::new(0),
             placed_tokens: AtomicU32::new(0),
+            asked: AtomicU32::new(0),
         };
         worker.list(record.state);
         worker
@@ -171,6 +177,25 @@ impl Worker {
                 .prefill_tokens_waiting
                 .max(self.placed_tokens.load(Ordering::Relaxed)),
             cached_tokens,
+            standing: self.standing(&live.load),
+        }
+    }
+
+    fn standing(&self, load: &v1::Load) -> Standing {
+        let available = |counts: &v1::BlockCounts| counts.free.saturating_add(counts.cached);
+        // A worker found without the store does not say how much it takes: no bound is known.
+        let places = match self.sequences_max {
+            0 => u32::MAX,
+            most => most,
+        };
+        let blocks = load.blocks.iter().map(available).min().unwrap_or(u32::MAX);
+        Standing {
+            prefill_tokens_per_second: load.prefill_tokens_per_second,
+            requests_per_second: load.requests_per_second,
+            waiting: load.requests_waiting,
+            asked: self.asked.load(Ordering::Relaxed),
+            places_free: places.saturating_sub(load.requests_running),
+            tokens_free: blocks.saturating_mul(self.card.layout.block_size),
         }
     }
 
@@ -181,7 +206,16 @@ impl Worker {
         Placed {
             worker: Arc::clone(self),
             tokens,
+            asked: false,
         }
+    }
+
+    /// The same, of a request that it is asked to decode.
+    pub fn ask(self: &Arc<Self>, tokens: u32) -> Placed {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        let mut placed = self.place(tokens);
+        placed.asked = true;
+        placed
     }
 }
 
@@ -196,9 +230,17 @@ const DOUBT_INTERVAL: Duration = Duration::from_millis(100);
 pub struct Placed {
     worker: Arc<Worker>,
     tokens: u32,
+    asked: bool,
 }
 
 impl Placed {
+    /// The worker took the request.
+    pub fn taken(&mut self) {
+        if std::mem::take(&mut self.asked) {
+            self.worker.asked.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
     /// The prompt is computed.
     pub fn prefilled(&mut self) {
         let tokens = std::mem::take(&mut self.tokens);
@@ -210,6 +252,7 @@ impl Placed {
 
 impl Drop for Placed {
     fn drop(&mut self) {
+        self.taken();
         self.prefilled();
         self.worker.placed_requests.fetch_sub(1, Ordering::Relaxed);
     }

@@ -10,6 +10,7 @@
 //! leaving    streams that outlast their worker's grace time go on elsewhere
 //! rolling    everything is restarted, one after the other, under load
 //! resuming   routers die or stand still, and clients go on at another one
+//! views      a new router knows its workers' prefix caches
 //! outage     etcd is gone: routers serve, and start, on what they knew
 //! ```
 //!
@@ -26,6 +27,7 @@ mod resuming;
 mod rolling;
 mod together;
 mod transports;
+mod views;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

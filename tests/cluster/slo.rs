@@ -115,7 +115,9 @@ async fn a_target_that_makes_no_sense_is_refused_by_name_and_range() {
     for (slo, status) in [
         (json!({ "itl_ms": "NaN" }), 400),
         (json!({ "itl_seconds": 1 }), 400),
-        (json!({ "ttft_ms": 5 }), 400),
+        (json!({ "ttft_ms": 0 }), 400),
+        (json!({ "ttft_ms": 600_001 }), 400),
+        (json!({ "ttft_ms": 600_000 }), 200),
         (json!({ "itl_ms": null }), 200),
         (json!({}), 200),
         (json!({ "itl_ms": 0.1 }), 200),

@@ -32,6 +32,8 @@ metric_set! {
             "From accepted to the end of the stream.";
         ttft_phase: ByLabel<TtftPhase, Histogram> = "baton_ttft_phase_seconds", Seconds, buckets::PHASE_SECONDS,
             "The parts of the time to first token; their sums add up to the sum of that metric.";
+        ttft_over_forecast: Histogram = "baton_ttft_over_forecast_ratio", Times, buckets::OVER_PREDICTION,
+            "Real over foretold time from placement to the first token, where it was foretold. Targets on that time are judged by the forecast and what it was off by lately.";
         second_token_phase: ByLabel<SecondTokenPhase, Histogram> = "baton_second_token_phase_seconds", Seconds, buckets::PHASE_SECONDS,
             "The parts of the gap between first and second token.";
         inter_token_stalls: ByLabel<StallCause, Counter> = "baton_inter_token_stall_total", Events, &[],

@@ -2,6 +2,7 @@
 //! and which prefixes they are remembered for.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use baton_observability::labels::Decision;
 use baton_observability::logging;
@@ -12,9 +13,12 @@ use tokio::time::Instant;
 
 use super::sessions::{DecodeSession, PrefillSession};
 use super::{Driver, lists};
-use crate::placement::{Placement, Question, WorkerKey};
+use crate::placement::{Candidate, Placement, Question, WorkerKey, forecast};
 use crate::request::{DecodeEvent, Event, PlaceQuery, PrefillEvent};
 use crate::workers::Worker;
+
+/// When a refused request may come back: when what is before it has gone.
+const RETRY_AFTER: (Duration, Duration) = (Duration::from_millis(100), Duration::from_secs(30));
 
 impl Driver {
     pub(super) fn place(&mut self, query: &PlaceQuery) -> Result<Placement, Error> {
@@ -32,6 +36,8 @@ impl Driver {
             tie: environment::random(),
         };
         let placement = self.shared.policy.place(&candidates, &question)?;
+        self.foretell(&candidates, &placement)?;
+        self.book(&workers, &candidates, &placement);
         if let Some(prefill) = &placement.prefill {
             self.remember(&workers, prefill);
         }
@@ -43,12 +49,55 @@ impl Driver {
         Ok(placement)
     }
 
+    /// Refuses a request whose first token would come too late. Once: what goes wrong
+    /// later is no reason to give it up.
+    fn foretell(&mut self, candidates: &[Candidate], placement: &Placement) -> Result<(), Error> {
+        let resumed = self.job.resumed.is_some();
+        if std::mem::replace(&mut self.placed_before, true) || resumed {
+            return Ok(());
+        }
+        let tokens = self.job.prompt.len() as u32;
+        let Some(wait) = forecast::first_token(candidates, placement, tokens) else {
+            return Ok(());
+        };
+        let so_far = self.timing.now();
+        let likely = so_far + self.shared.margin().over(wait);
+        match self.job.slo.ttft {
+            Some(target) if likely > target => {
+                let message = format!(
+                    "the first token would come after about {} ms, the target is {} ms",
+                    likely.as_millis(),
+                    target.as_millis()
+                );
+                let excess = (likely - target).clamp(RETRY_AFTER.0, RETRY_AFTER.1);
+                Err(Error::new(ErrorKind::Overloaded, message)
+                    .with_reason("TTFT_TARGET")
+                    .with_retry_after(excess))
+            }
+            _ => {
+                self.timing.foretold(so_far, wait);
+                Ok(())
+            }
+        }
+    }
+
+    /// The prefill worker's time is promised together with the decode worker's blocks,
+    /// though it is asked only when those are there.
+    fn book(&mut self, workers: &[Arc<Worker>], candidates: &[Candidate], placed: &Placement) {
+        self.booked = placed.prefill.as_ref().and_then(|key| {
+            let worker = workers.iter().find(|worker| worker.key == *key)?;
+            let cached = candidates.iter().find(|worker| worker.key == *key)?;
+            let tokens = self.job.prompt.len() as u32;
+            Some(worker.place(tokens.saturating_sub(cached.cached_tokens)))
+        });
+    }
+
     /// The worker has, or will have, the prompt's blocks.
     pub(super) fn remember(&mut self, workers: &[Arc<Worker>], key: &WorkerKey) {
         let worker = workers.iter().find(|worker| worker.key == *key);
         if let Some(worker) = worker.filter(|_| self.job.use_cache) {
             let spans = self.spans_of(worker.card.layout.numerics).to_vec();
-            self.shared.prefixes().insert(&spans, key);
+            self.shared.prefixes().insert(&spans, key, stride(worker));
         }
     }
 
@@ -57,7 +106,10 @@ impl Driver {
             return 0;
         }
         let spans = self.spans_of(worker.card.layout.numerics).to_vec();
-        let matched = self.shared.prefixes().matched(&spans, &worker.key);
+        let matched = self
+            .shared
+            .prefixes()
+            .matched(&spans, &worker.key, stride(worker));
         matched as u32 * SPAN_TOKENS
     }
 
@@ -165,9 +217,15 @@ impl Driver {
             lane: Some(lane),
         };
         let tokens = self.job.prompt.len() as u32;
-        self.prefill = Some(PrefillSession::open(worker, request, attempt, tokens));
+        let placed = self.booked.take().unwrap_or_else(|| worker.place(tokens));
+        self.prefill = Some(PrefillSession::open(worker, request, attempt, placed));
         None
     }
+}
+
+/// Spans of one block of the worker.
+fn stride(worker: &Worker) -> usize {
+    (worker.card.layout.block_size / SPAN_TOKENS).max(1) as usize
 }
 
 fn left() -> Error {

@@ -85,7 +85,7 @@ impl DecodeSession {
             }
         };
         Self {
-            placed: worker.place(tokens),
+            placed: worker.ask(tokens),
             worker,
             session,
             commands,
@@ -121,7 +121,7 @@ impl PrefillSession {
         worker: Arc<Worker>,
         prefill: v1::PrefillRequest,
         attempt: u32,
-        tokens: u32,
+        placed: Placed,
     ) -> Self {
         let timeout = prefill.work.as_ref().and_then(|work| work.deadline_ms);
         let mut client = PrefillWorkerClient::new(worker.channel.clone())
@@ -155,7 +155,7 @@ impl PrefillSession {
             }
         };
         Self {
-            placed: worker.place(tokens),
+            placed,
             worker,
             attempt,
             events: Box::pin(events),

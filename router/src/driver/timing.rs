@@ -23,6 +23,8 @@ pub struct Timing {
     tokens: u64,
     committed: Option<Duration>,
     handoff: Option<v1::Handoff>,
+    /// When the time to the first token was foretold, and what was.
+    forecast: Option<(Duration, Duration)>,
     local: bool,
     prefill_worker: String,
     decode_worker: String,
@@ -44,6 +46,7 @@ impl Timing {
             tokens: 0,
             committed: None,
             handoff: None,
+            forecast: None,
             local: false,
             prefill_worker: String::new(),
             decode_worker: String::new(),
@@ -61,6 +64,18 @@ impl Timing {
         } else {
             Path::Disagg
         }
+    }
+
+    /// The first token was foretold at `now`, to come after `wait`.
+    pub fn foretold(&mut self, now: Duration, wait: Duration) {
+        self.forecast = Some((now, wait));
+    }
+
+    /// The forecast and what came of it, once, when the first token was sent.
+    pub fn take_forecast(&mut self) -> Option<(Duration, Duration)> {
+        let first = self.first_sent?;
+        let (at, wait) = self.forecast.take()?;
+        Some((wait, first.saturating_sub(at)))
     }
 
     /// A decode worker was chosen.
@@ -128,6 +143,12 @@ impl Timing {
             let phases = self.marks.split(now);
             for (phase, took) in phases {
                 metrics.ttft_phase.get(phase).observe_duration(took);
+            }
+            if let Some((at, wait)) = self.forecast {
+                let took = now.saturating_sub(at).as_secs_f64();
+                metrics
+                    .ttft_over_forecast
+                    .observe(took / wait.as_secs_f64().max(1e-6));
             }
             let own = [TtftPhase::Admit, TtftPhase::Tokenize, TtftPhase::Route];
             let overhead = phases

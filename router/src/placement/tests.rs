@@ -38,12 +38,17 @@ fn card() -> ModelCard {
     }
 }
 
-fn key(id: &str) -> WorkerKey {
+pub(super) fn key(id: &str) -> WorkerKey {
     WorkerKey::new(id.into(), Epoch(1))
 }
 
 /// A worker by its id (`p..`, `d..`, `m..`): requests, tokens waiting, cached tokens.
-fn worker(id: &str, requests: u32, tokens_waiting: u32, cached_tokens: u32) -> Candidate {
+pub(super) fn worker(
+    id: &str,
+    requests: u32,
+    tokens_waiting: u32,
+    cached_tokens: u32,
+) -> Candidate {
     Candidate {
         key: key(id),
         role: match id.as_bytes()[0] {
@@ -56,6 +61,7 @@ fn worker(id: &str, requests: u32, tokens_waiting: u32, cached_tokens: u32) -> C
         requests,
         tokens_waiting,
         cached_tokens,
+        standing: Default::default(),
     }
 }
 

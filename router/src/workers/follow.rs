@@ -3,8 +3,9 @@
 //!
 //! A worker's task holds its watch stream: every word brings its load, an end puts
 //! it out of rotation, silence or a refused connection makes it lost. It comes
-//! back with a growing pause. Beside it the tokenizer is fetched, once per
-//! tokenizer hash.
+//! back with a growing pause. The same stream tells what its prefix cache holds: all of
+//! it at first, then what changed; after a gap the stream is opened anew. Beside it the
+//! tokenizer is fetched, once per tokenizer hash.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
@@ -12,6 +13,7 @@ use std::sync::{Arc, PoisonError};
 use std::time::Duration;
 
 use baton_membership::{View, WorkerRecord};
+use baton_proto::block_hash::BlockHash;
 use baton_proto::status::from_status;
 use baton_proto::tokenizer_spec::TokenizerSpec;
 use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
@@ -52,8 +54,36 @@ pub struct Follower {
     pub view: watch::Receiver<Arc<View>>,
     pub connect: Arc<dyn Connect>,
     pub patience: Patience,
-    /// Told of each worker that left or was lost.
-    pub on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
+    pub observer: Arc<dyn Observer>,
+}
+
+/// Hears what becomes of workers and their caches.
+pub trait Observer: Send + Sync {
+    /// It left or was lost.
+    fn gone(&self, worker: &WorkerKey);
+    /// Its prefix cache changed.
+    fn cache_changed(&self, worker: &WorkerKey, changes: &CacheChanges);
+}
+
+/// What a worker told of its prefix cache.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CacheChanges {
+    /// What was known before is void.
+    pub snapshot: bool,
+    pub stored: Vec<BlockHash>,
+    pub removed: Vec<BlockHash>,
+}
+
+impl CacheChanges {
+    fn from_wire(wire: &v1::CacheChanges) -> Self {
+        // A name cut short is none: what is not known costs time alone.
+        let names = |bytes: &[u8]| bytes.as_chunks().0.iter().copied().map(BlockHash).collect();
+        Self {
+            snapshot: wire.snapshot,
+            stored: names(&wire.stored),
+            removed: names(&wire.removed),
+        }
+    }
 }
 
 impl Follower {
@@ -107,7 +137,7 @@ impl Follower {
                         Arc::clone(&worker),
                         Arc::clone(&self.workers),
                         self.patience,
-                        Arc::clone(&self.on_gone),
+                        Arc::clone(&self.observer),
                     ));
                     if let Some(old) = handles.insert(key.clone(), handle) {
                         old.abort();
@@ -143,7 +173,7 @@ impl Follower {
             if current.keys().any(|other| other.id == key.id) {
                 lose(&worker, "replaced by a newer life of the same worker");
             }
-            (self.on_gone)(&key);
+            self.observer.gone(&key);
         }
     }
 
@@ -181,10 +211,10 @@ async fn follow(
     worker: Arc<Worker>,
     workers: Arc<Workers>,
     patience: Patience,
-    on_gone: Arc<dyn Fn(&WorkerKey) + Send + Sync>,
+    observer: Arc<dyn Observer>,
 ) {
     tokio::join!(
-        follow_load(&worker, patience, &*on_gone),
+        follow_load(&worker, patience, &*observer),
         fetch_tokenizer(&worker, &workers)
     );
 }
@@ -196,10 +226,10 @@ enum End {
     Lost(String),
 }
 
-async fn follow_load(worker: &Worker, patience: Patience, on_gone: &(dyn Fn(&WorkerKey) + Sync)) {
+async fn follow_load(worker: &Worker, patience: Patience, observer: &dyn Observer) {
     let mut pause = PAUSE_FIRST;
     loop {
-        let (heard, end) = follow_once(worker, patience).await;
+        let (heard, end) = follow_once(worker, patience, observer).await;
         if heard {
             pause = PAUSE_FIRST;
         }
@@ -216,7 +246,7 @@ async fn follow_load(worker: &Worker, patience: Patience, on_gone: &(dyn Fn(&Wor
                 if worker.live.borrow().link != Link::Lost {
                     tracing::warn!(worker = %worker.key.id, address = worker.control, reason,
                         "worker lost");
-                    on_gone(&worker.key);
+                    observer.gone(&worker.key);
                 }
                 lose(worker, &reason);
             }
@@ -231,7 +261,7 @@ async fn follow_load(worker: &Worker, patience: Patience, on_gone: &(dyn Fn(&Wor
 ///
 /// A silence first takes the worker out of rotation, on the same stream: a word brings
 /// it back. Only a longer one makes it lost.
-async fn follow_once(worker: &Worker, patience: Patience) -> (bool, End) {
+async fn follow_once(worker: &Worker, patience: Patience, observer: &dyn Observer) -> (bool, End) {
     let silent = |time: Duration| format!("not a word for {} ms", time.as_millis());
     let silence = patience.silence;
     let opened = match unless_silent(silence, open_watch(worker)).await {
@@ -241,6 +271,7 @@ async fn follow_once(worker: &Worker, patience: Patience) -> (bool, End) {
     };
     let mut stream = opened;
     let mut heard = false;
+    let mut sequence = None;
     loop {
         let next = stream.message();
         tokio::pin!(next);
@@ -259,6 +290,14 @@ async fn follow_once(worker: &Worker, patience: Patience) -> (bool, End) {
                     return (heard, End::Lost(reason));
                 }
                 heard = true;
+                if sequence.is_some_and(|before: u64| event.sequence != before + 1) {
+                    let reason = "events of its watch stream are missing".to_owned();
+                    return (heard, End::Broken(reason));
+                }
+                sequence = Some(event.sequence);
+                if let Some(changes) = &event.cache {
+                    observer.cache_changed(&worker.key, &CacheChanges::from_wire(changes));
+                }
                 if worker.live.borrow().link == Link::Silent {
                     tracing::info!(worker = %worker.key.id, "worker speaks again");
                 }

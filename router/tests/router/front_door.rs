@@ -72,8 +72,8 @@ async fn wrong_requests_are_refused_by_name_and_reach_no_worker() {
             "slo.itl_ms",
         ),
         (
-            with(&|r| r.slo = slo(Some(100.0), None)),
-            ErrorKind::Unsupported,
+            with(&|r| r.slo = slo(Some(0.5), None)),
+            ErrorKind::Invalid,
             "slo.ttft_ms",
         ),
         (

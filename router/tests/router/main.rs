@@ -6,4 +6,5 @@ mod faults;
 mod front_door;
 mod requests;
 mod resume;
+mod targets;
 mod workers;

@@ -74,6 +74,8 @@ pub struct Script {
     /// Calls whose router went away or cancelled before their end.
     pub cancelled: AtomicU32,
     pub running: AtomicI64,
+    /// What it says of its load, beside what runs.
+    pub load: Mutex<v1::Load>,
     live: Mutex<LiveRequests>,
     lane: DataLane,
 }
@@ -195,6 +197,7 @@ impl Worker {
             cancelled_choices: Mutex::default(),
             cancelled: AtomicU32::new(0),
             running: AtomicI64::new(0),
+            load: Mutex::default(),
             live: Mutex::default(),
             lane: lane.clone(),
         });
@@ -210,7 +213,7 @@ impl Worker {
             state: state_rx,
             load: Arc::new(move || v1::Load {
                 requests_running: running.running.load(Ordering::Relaxed).max(0) as u32,
-                ..v1::Load::default()
+                ..running.load.lock().unwrap().clone()
             }),
             cache: Arc::default(),
         };

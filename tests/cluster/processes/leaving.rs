@@ -9,6 +9,7 @@ use std::time::Duration;
 use baton_proto::v1;
 use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
 use baton_tests::models;
+use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 use baton_tests::transcript::{Transcript, demanding, with_stop};
 use tonic::transport::Endpoint;
@@ -57,7 +58,11 @@ async fn streams_that_outlast_the_grace_time_go_on_elsewhere() {
     let launcher = Launcher::start().await;
     let decode = |name: String| {
         let launcher = &launcher;
-        async move { launcher.worker(Pool::Decode, &name, "rand", &[NO_GRACE]).await }
+        async move {
+            launcher
+                .worker(Pool::Decode, &name, "rand", &[NO_GRACE])
+                .await
+        }
     };
     let (_prefill, d0, d1) = tokio::join!(
         launcher.worker(Pool::Prefill, "p0", "rand", &[]),
@@ -135,7 +140,11 @@ async fn a_stream_that_nobody_takes_over_stays_until_somebody_comes() {
         .await
         .unwrap();
     assert_eq!(drained.into_inner().requests_left, 1);
-    router.wait_workers("rand", (0, 0), SOON).await;
+    let waited = Stopwatch::start();
+    while router.http().get("/readyz").await.status != 503 {
+        assert!(waited.elapsed() < SOON, "the router is not told");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     // What is sent is read slowly, so that the stream does not end before the other comes.
     while seen.tokens() < 200 {
         seen.take(stream.message().await.unwrap().expect("it goes on"));
@@ -162,7 +171,11 @@ async fn prompts_of_a_prefill_worker_without_grace_are_computed_elsewhere() {
     let launcher = Launcher::start().await;
     let prefill = |name: String| {
         let launcher = &launcher;
-        async move { launcher.worker(Pool::Prefill, &name, "rand", &[NO_GRACE]).await }
+        async move {
+            launcher
+                .worker(Pool::Prefill, &name, "rand", &[NO_GRACE])
+                .await
+        }
     };
     let (p0, mut p1, d0) = tokio::join!(
         prefill("p0".to_owned()),

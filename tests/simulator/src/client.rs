@@ -39,6 +39,19 @@ pub enum Ending {
     Unanswered,
 }
 
+/// What a client saw of its request.
+#[derive(Clone, Copy, Debug)]
+pub struct Served {
+    pub number: u32,
+    pub ending: Ending,
+    /// When it was sent.
+    pub at: Duration,
+    /// From then to its first token.
+    pub first: Option<Duration>,
+    /// When a router that refused it said to come back.
+    pub retry_after: Option<Duration>,
+}
+
 /// A request with what must come out of it.
 pub struct Client {
     plan: RequestPlan,
@@ -50,6 +63,9 @@ pub struct Client {
     broken: bool,
     /// What it can go on with elsewhere.
     resume_token: Vec<u8>,
+    sent: Instant,
+    first: Option<Duration>,
+    retry_after: Option<Duration>,
 }
 
 #[derive(Clone, Debug, Default)]
@@ -76,14 +92,18 @@ impl Client {
             deadline: Instant::now(),
             broken: false,
             resume_token: Vec::new(),
+            sent: Instant::now(),
+            first: None,
+            retry_after: None,
             plan,
         }
     }
 
     /// Runs the request to its end.
-    pub async fn run(mut self, routers: Arc<Routers>) -> Ending {
+    pub async fn run(mut self, routers: Arc<Routers>) -> Served {
         tokio::time::sleep(self.plan.at).await;
         let received = Instant::now();
+        self.sent = received;
         self.deadline = received + self.plan.deadline;
         self.tell(format!(
             "sent: {} prompt tokens, {} choices of up to {} tokens, {} ms",
@@ -112,7 +132,13 @@ impl Client {
             }
             ending => self.tell(format!("ends: {ending:?}")),
         }
-        ending
+        Served {
+            number: self.plan.number,
+            ending,
+            at: self.plan.at,
+            first: self.first,
+            retry_after: self.retry_after,
+        }
     }
 
     /// Asks a router; if it dies, another one for the rest.
@@ -254,6 +280,7 @@ impl Client {
         let have = received.ids.len();
         let next: Vec<_> = expected.tokens.iter().skip(have).copied().collect();
         received.ids.extend(&tokens.ids);
+        self.first.get_or_insert_with(|| self.sent.elapsed());
         received.text.push_str(&tokens.text);
         let finished = received.finished;
         if tokens.first_index as usize != have {
@@ -326,6 +353,11 @@ impl Client {
             "error {:?} {}: {}",
             error.kind, error.reason, error.message
         ));
+        self.retry_after = error.retry_after;
+        if error.kind == ErrorKind::Overloaded && error.retry_after.is_none() {
+            let what = format!("no hint when to come back: {}", error.message);
+            self.violate(Invariant::Answered, what);
+        }
         let early = Instant::now() + HASTE < self.deadline;
         match error.kind {
             ErrorKind::Deadline if early => {
@@ -411,6 +443,10 @@ fn request(plan: &RequestPlan) -> v1::GenerateRequest {
             .map(|token| model::token_text(*token))
             .collect(),
         use_cache: Some(plan.use_cache),
+        slo: plan.ttft.map(|target| v1::Slo {
+            ttft_ms: Some(target.as_secs_f64() * 1e3),
+            itl_ms: None,
+        }),
         ..v1::GenerateRequest::default()
     }
 }

@@ -61,4 +61,4 @@ pub mod world;
 
 pub use baton_proto::environment::Defect;
 pub use report::{Broken, Report, Seeds};
-pub use world::{Counts, Run, run};
+pub use world::{Counts, Run, run, run_scenario};

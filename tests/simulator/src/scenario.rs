@@ -34,6 +34,8 @@ pub struct RequestPlan {
     pub use_cache: bool,
     pub tenant: &'static str,
     pub deadline: Duration,
+    /// Its target on the time to the first token.
+    pub ttft: Option<Duration>,
     pub cancel: Option<Cancel>,
     /// The client waits this long after each event.
     pub slow: Duration,
@@ -192,7 +194,13 @@ impl Scenario {
             latency: Duration::from_micros(rng.random_range(100..=3_000)),
             jitter: Duration::from_micros(rng.random_range(0..=2_000)),
         };
-        let requests = requests(rng, calm, routers);
+        let mut requests = requests(rng, calm, routers);
+        if !calm {
+            let rng = &mut StdRng::seed_from_u64(seed ^ 0x7f7);
+            for request in &mut requests {
+                request.ttft = rng.random_bool(0.15).then(|| between(rng, 20, 1500));
+            }
+        }
         let last = requests.iter().map(|request| request.at).max();
         let span = last.unwrap_or_default() + Duration::from_millis(500);
         let counts = [routers, prefill, decode];
@@ -288,6 +296,7 @@ fn requests(rng: &mut StdRng, calm: bool, routers: u32) -> Vec<RequestPlan> {
                     true => between(rng, 30, 2000),
                     false => Duration::from_secs(60),
                 },
+                ttft: None,
                 cancel,
                 slow: match !calm && rng.random_bool(0.1) {
                     true => between(rng, 5, 150),

@@ -7,11 +7,13 @@ use std::time::Duration;
 use baton_kv_transfer::mem::{Conditions, Network};
 use baton_membership::InProcess;
 use baton_proto::environment::{self, Defect};
+use baton_proto::worker_info::LEAVE_TIME;
 use baton_router::Frontend;
 use serde::Serialize;
 use tokio::task::JoinSet;
+use tokio::time::Instant;
 
-use crate::client::{Client, Ending};
+use crate::client::{Client, Ending, Served};
 use crate::process::{Pool, Process, Slot, Surroundings};
 use crate::routers::Routers;
 use crate::scenario::{Fault, Scenario};
@@ -34,6 +36,8 @@ pub struct Run {
     pub lines: Vec<Line>,
     pub violations: Vec<Violation>,
     pub counts: Counts,
+    /// By number.
+    pub served: Vec<Served>,
     /// The run's own time.
     pub took: Duration,
 }
@@ -84,21 +88,25 @@ impl Counts {
 
 /// Runs a seed on this thread.
 pub fn run(seed: u64, defect: Option<Defect>) -> Run {
-    let scenario = Scenario::new(seed);
-    let _chance = environment::simulate(seed, defect);
+    run_scenario(Scenario::new(seed), defect)
+}
+
+/// Runs a scenario on this thread.
+pub fn run_scenario(scenario: Scenario, defect: Option<Defect>) -> Run {
+    let _chance = environment::simulate(scenario.seed, defect);
     let panics = PanicNet::spread();
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_time()
         .start_paused(true)
         .build()
         .expect("a runtime without sockets asks nothing of the system");
-    let (trace, counts) = runtime.block_on(async {
+    let (trace, (counts, served)) = runtime.block_on(async {
         let trace = Trace::begin();
         let whole = simulate(&scenario, &trace);
         let counts = tokio::time::timeout(WHOLE, whole).await;
         let counts = counts.unwrap_or_else(|_| {
             trace.violate(Invariant::Answered, None, None, "the run does not end");
-            Counts::default()
+            Default::default()
         });
         (trace, counts)
     });
@@ -113,6 +121,7 @@ pub fn run(seed: u64, defect: Option<Defect>) -> Run {
         lines,
         violations,
         counts,
+        served,
         took,
     }
 }
@@ -187,10 +196,8 @@ impl Cluster {
                     return;
                 };
                 process.drain().await;
-                for _ in 0..30 {
-                    if process.requests() == 0 {
-                        break;
-                    }
+                let most = Instant::now() + self.scenario.worker.drain_grace + LEAVE_TIME;
+                while process.requests() > 0 && Instant::now() < most {
                     tokio::time::sleep(Duration::from_millis(100)).await;
                 }
                 process.leave();
@@ -303,7 +310,7 @@ impl Cluster {
     }
 }
 
-async fn simulate(scenario: &Scenario, trace: &Trace) -> Counts {
+async fn simulate(scenario: &Scenario, trace: &Trace) -> (Counts, Vec<Served>) {
     let cluster = build(scenario, trace).await;
     let routers = Arc::clone(&cluster.routers);
     for number in 0..scenario.routers {
@@ -313,7 +320,7 @@ async fn simulate(scenario: &Scenario, trace: &Trace) -> Counts {
         if !is_ready(&frontend, scenario).await {
             let what = "the workers never came into rotation";
             trace.violate(Invariant::Answered, None, None, what);
-            return Counts::default();
+            return Default::default();
         }
     }
     trace.note(None, format!("ready: {}", scenario.summary()));
@@ -331,8 +338,12 @@ async fn simulate(scenario: &Scenario, trace: &Trace) -> Counts {
         faults: scenario.faults.len() as u64,
         ..Counts::default()
     };
+    let mut served = Vec::new();
     while let Some(ended) = clients.join_next().await {
-        match ended {
+        if let Ok(ended) = &ended {
+            served.push(*ended);
+        }
+        match ended.map(|served| served.ending) {
             Ok(Ending::Completed) => counts.completed += 1,
             Ok(Ending::Refused) => counts.refused += 1,
             Ok(Ending::Failed) => counts.failed += 1,
@@ -348,7 +359,8 @@ async fn simulate(scenario: &Scenario, trace: &Trace) -> Counts {
     routers.stop().await;
     // Its senders hold the network, and it holds them.
     cluster.around.network.end();
-    counts
+    served.sort_unstable_by_key(|served| served.number);
+    (counts, served)
 }
 
 /// The workers, their network and their store.
