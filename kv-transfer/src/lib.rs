@@ -51,6 +51,7 @@ pub mod receiver;
 pub mod region;
 pub mod sender;
 pub mod shared_memory;
+pub mod streaming;
 pub mod ticket;
 mod transport;
 mod wake;

@@ -10,6 +10,7 @@
 pub(crate) mod driver;
 mod gather;
 mod lane;
+mod parts;
 mod plan;
 pub(crate) mod source;
 pub mod state;

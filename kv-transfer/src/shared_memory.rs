@@ -17,6 +17,7 @@ use rustix::fs::{fcntl_get_seals, fstat};
 use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
 
 use crate::region::MemoryRegion;
+use crate::streaming::{self, Ahead, Run};
 
 /// A mapped run of bytes, unmapped with its last owner.
 struct Mapping {
@@ -88,29 +89,42 @@ impl PeerMemory {
     }
 
     /// The bytes of `extents`, all of which it [`PeerMemory::holds`], in order.
-    pub(crate) fn read<'a>(&'a self, extents: &'a [ByteExtent]) -> PeerBytes<'a> {
+    pub(crate) fn read<'a>(
+        &'a self,
+        extents: &'a [ByteExtent],
+    ) -> PeerBytes<'a, impl Iterator<Item = Run>> {
+        let run = |extent: &ByteExtent| {
+            let base = self.0[usize::from(extent.region)].base.as_ptr();
+            // Not touched: a hint needs no bounds.
+            let base = base.wrapping_add(extent.offset as usize);
+            Run::new(base, extent.len as usize)
+        };
         PeerBytes {
             memory: self,
             extents,
             from: 0,
+            ahead: Ahead::of(extents.iter().map(run)),
         }
     }
 }
 
 /// Bytes of a peer, read in order.
-pub(crate) struct PeerBytes<'a> {
+pub(crate) struct PeerBytes<'a, I> {
     memory: &'a PeerMemory,
     /// The first one from `from` on.
     extents: &'a [ByteExtent],
     from: usize,
+    ahead: Ahead<I>,
 }
 
-impl PeerBytes<'_> {
+impl<I: Iterator<Item = Run>> PeerBytes<'_, I> {
     /// Fills `buffer` with the next bytes, as far as there are any.
     pub(crate) fn fill(&mut self, mut buffer: &mut [u8]) {
         while let Some((extent, rest)) = self.extents.split_first() {
             assert!(self.memory.holds(*extent), "an extent nobody looked at");
-            let step = buffer.len().min(extent.len as usize - self.from);
+            let len = extent.len as usize;
+            let step = buffer.len().min(len - self.from).min(streaming::step(len));
+            self.ahead.reader_takes(step);
             let base = self.memory.0[usize::from(extent.region)].base;
             // SAFETY: inside the mapping (`holds`) and the buffer. The peer may write
             // meanwhile if it breaks its promise; no reference to its bytes is made, and
@@ -121,10 +135,12 @@ impl PeerBytes<'_> {
             }
             buffer = &mut buffer[step..];
             self.from += step;
-            if self.from < extent.len as usize {
+            if self.from == len {
+                (self.extents, self.from) = (rest, 0);
+            }
+            if buffer.is_empty() {
                 return;
             }
-            (self.extents, self.from) = (rest, 0);
         }
     }
 }

@@ -4,7 +4,7 @@
 //! one copy out of what was decrypted). Replies
 //! and pings leave between reads, so that neither needs a thread of its own.
 
-use std::io::{self, IoSlice, Read};
+use std::io::{self, IoSlice, IoSliceMut, Read};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -167,8 +167,14 @@ impl PortLane {
                 got.inspect(|got| self.header_got += got)
             }
             Reading::Control { payload, got, .. } => {
-                let more = self.stream.read(&mut payload[*got..]);
-                more.inspect(|more| *got += more)
+                let rest = &mut payload[*got..];
+                let left = rest.len();
+                let mut buffers = [IoSliceMut::new(rest), IoSliceMut::new(&mut self.header)];
+                let brought = self.stream.read_vectored(&mut buffers);
+                brought.inspect(|brought| {
+                    *got += left.min(*brought);
+                    self.header_got = brought.saturating_sub(left);
+                })
             }
             Reading::Data(incoming) => {
                 let stream = &mut self.stream;
@@ -348,7 +354,7 @@ impl PortLane {
         };
         let mut incoming = self.receiver.data(header)?;
         let mut bytes = lent.read(extents);
-        incoming.take(&mut self.scratch, |buffer| bytes.fill(buffer));
+        incoming.take(|buffer| bytes.fill(buffer));
         self.receiver.finish(incoming);
         Ok(())
     }

@@ -19,12 +19,13 @@ use super::table::Entry;
 use crate::codec::Header;
 use crate::part::{Crc32c, frame_crc};
 use crate::region::{self, RegionTable};
+use crate::streaming::{self, PIECE_BYTES, Piece};
 
 /// Size of the buffer that unwanted bytes are read into.
 pub(crate) const SCRATCH_BYTES: usize = 256 << 10;
 
-/// Bytes copied at once, so that their checksum finds them in the nearest cache.
-const PIECE_BYTES: usize = 16 << 10;
+/// Bytes that are copied aside at once, so that their checksum finds them in a near cache.
+const ASIDE_BYTES: usize = 16 << 10;
 
 struct Slot {
     extent: ByteExtent,
@@ -189,7 +190,7 @@ impl Incoming {
     /// Takes the whole payload at once, out of memory: `fill` fills a buffer with the next
     /// bytes. Each piece is checksummed while it is in the nearest cache. Without the right
     /// to write, nothing is copied.
-    pub(crate) fn take(&mut self, scratch: &mut [u8], mut fill: impl FnMut(&mut [u8])) {
+    pub(crate) fn take(&mut self, mut fill: impl FnMut(&mut [u8])) {
         if self.staged.is_some() {
             return self.take_aside(fill);
         }
@@ -203,29 +204,31 @@ impl Incoming {
             self.remaining = 0;
             return;
         }
+        let mut piece = Piece::new();
         for slot in &self.slots {
             let len = slot.extent.len as usize;
             let mut crc = Crc32c::new();
-            let mut take = |piece: &mut [u8]| {
-                fill(piece);
-                crc.update(piece);
-            };
             if slot.wanted {
                 // SAFETY: `guard` is the ticket's write guard and lives past the last use of
                 // the slice; each slot is visited once; `grant` checked the extent.
                 let bytes = unsafe { region::write(&self.regions, slot.extent, 0) };
-                bytes.chunks_mut(PIECE_BYTES).for_each(&mut take);
+                for bytes in bytes.chunks_mut(PIECE_BYTES) {
+                    let piece = piece.filled(bytes.len(), &mut fill);
+                    crc.update(piece);
+                    streaming::copy(piece, bytes);
+                }
             } else {
                 let mut left = len;
                 while left > 0 {
-                    let piece = left.min(PIECE_BYTES).min(scratch.len());
-                    take(&mut scratch[..piece]);
-                    left -= piece;
+                    let piece = piece.filled(left.min(PIECE_BYTES), &mut fill);
+                    crc.update(piece);
+                    left -= piece.len();
                 }
                 self.scratched += len as u64;
             }
             self.crcs.push(crc.value());
         }
+        streaming::fence();
         drop(guard);
         self.remaining = 0;
     }
@@ -307,7 +310,7 @@ impl Incoming {
         while self.remaining > 0 {
             let piece = self.read_aside(&mut [], |buffers| {
                 let room = buffers.first_mut().map_or(&mut [][..], |buffer| buffer);
-                let piece = room.len().min(PIECE_BYTES);
+                let piece = room.len().min(ASIDE_BYTES);
                 fill(&mut room[..piece]);
                 Ok(piece)
             });

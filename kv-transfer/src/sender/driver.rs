@@ -607,8 +607,8 @@ fn fill_frame(
             return Filled::Frame(plan.bytes);
         }
     }
-    while let Some((range, extent)) = shared.update_quietly(|inner| inner.state.next_unchecked()) {
-        let source = Source::new(Arc::clone(shared), vec![extent]);
+    while let Some((range, extents)) = shared.update_quietly(|inner| inner.state.next_unchecked()) {
+        let source = Source::new(Arc::clone(shared), extents);
         let Some(crcs) = source.checksums() else {
             return Filled::Nothing;
         };

@@ -15,8 +15,10 @@ const GROUP_WIRE_TIME: Duration = Duration::from_millis(1);
 /// Where computing is slower than this between two layers, holding a layer back gains
 /// nothing that anybody would notice.
 const HOLD_MAX: Duration = Duration::from_millis(20);
-/// The time for fewer bytes says more about waking up than about the link.
-const SAMPLE_BYTES_MIN: u64 = 64 << 10;
+/// The time for fewer bytes says more about waking up than about the link. What a short
+/// prompt's chunk brings counts: a larger sample soon corrects it, since a faster one is
+/// believed at once.
+const SAMPLE_BYTES_MIN: u64 = 16 << 10;
 /// How much of a slower sample is believed. What disturbs a sample only lowers it.
 const SLOWER: f64 = 0.125;
 

@@ -11,8 +11,9 @@ use std::sync::Arc;
 use baton_proto::kv_layout::ByteExtent;
 
 use super::transfer::{ReadGuard, TransferShared};
-use crate::part::crc32c;
+use crate::part::Crc32c;
 use crate::region;
+use crate::streaming::{self, Ahead, Run};
 
 static ZEROS: [u8; 64 << 10] = [0; 64 << 10];
 
@@ -81,7 +82,19 @@ impl Source {
         borrowed.guard.as_ref()?;
         let mut slices = Vec::with_capacity(self.extents.len());
         borrowed.slices(usize::MAX, &mut slices);
-        Some(slices.into_iter().map(crc32c).collect())
+        let runs = slices
+            .iter()
+            .map(|slice| Run::new(slice.as_ptr(), slice.len()));
+        let mut ahead = Ahead::of(runs);
+        let mut checksum = |slice: &[u8]| {
+            let mut crc = Crc32c::new();
+            for piece in slice.chunks(streaming::step(slice.len())) {
+                ahead.reader_takes(piece.len());
+                crc.update(piece);
+            }
+            crc.value()
+        };
+        Some(slices.iter().map(|slice| checksum(slice)).collect())
     }
 }
 

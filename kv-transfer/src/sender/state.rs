@@ -18,7 +18,7 @@
 //! ```
 //! The two on the right are terminal; a second terminal transition has no effect.
 
-use std::collections::{BTreeMap, VecDeque};
+use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
 use baton_proto::kv_layout::ByteExtent;
@@ -26,6 +26,7 @@ use bytes::Bytes;
 
 use super::SourceBlock;
 use super::gather::{Gathering, LinkSpeed};
+use super::parts::{Part, PartPhase, Parts};
 pub use super::plan::{CommitPlan, FramePlan, NextFrame};
 use super::window::Window;
 use crate::codec::{COALESCE_BYTES, FRAME_PARTS_MAX};
@@ -75,22 +76,6 @@ enum Link {
     Up,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum PartPhase {
-    Queued,
-    Sent,
-    /// The receiver said that it has it.
-    Held,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Part {
-    extent: ByteExtent,
-    crc: Option<u32>,
-    phase: PartPhase,
-    sent_before: bool,
-}
-
 /// Running totals of a transfer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Totals {
@@ -107,7 +92,7 @@ pub struct SenderState {
     heard_at: Instant,
     limits: Limits,
     deadline: Instant,
-    parts: BTreeMap<PartKey, Part>,
+    parts: Parts,
     /// Ranges of queued parts, in the order in which they were pushed or asked for.
     queue: VecDeque<PartRange>,
     queued_parts: usize,
@@ -136,7 +121,7 @@ impl SenderState {
             heard_at: now,
             limits,
             deadline: now + deadline,
-            parts: BTreeMap::new(),
+            parts: Parts::default(),
             queue: VecDeque::new(),
             queued_parts: 0,
             queued_bytes: 0,
@@ -212,47 +197,37 @@ impl SenderState {
                 "a block was pushed after the commit".to_owned(),
             ));
         }
-        let key = |ordinal| PartKey {
-            group,
-            layer,
-            ordinal,
-        };
         let mut blocks = blocks.to_vec();
         blocks.sort_unstable_by_key(|block| block.ordinal);
         let twice = blocks
             .windows(2)
             .find(|pair| pair[0].ordinal == pair[1].ordinal)
             .map(|pair| pair[0].ordinal)
-            .or_else(|| {
-                let known = |block: &&SourceBlock| self.parts.contains_key(&key(block.ordinal));
-                blocks.iter().find(known).map(|block| block.ordinal)
-            });
+            .or_else(|| self.parts.known(group, layer, &blocks));
         if let Some(ordinal) = twice {
             return Err(Error::Invalid(format!(
                 "block `{ordinal}` of layer `{layer}` was pushed twice"
             )));
         }
-        for SourceBlock { ordinal, extent } in blocks {
-            let key = key(ordinal);
+        let mut parts = Vec::with_capacity(blocks.len());
+        for block in blocks {
+            let key = PartKey {
+                group,
+                layer,
+                ordinal: block.ordinal,
+            };
             let held = self.link == Link::Up && !self.wanted.contains(key);
             let phase = if held {
                 PartPhase::Held
             } else {
                 PartPhase::Queued
             };
-            self.parts.insert(
-                key,
-                Part {
-                    extent,
-                    crc: None,
-                    phase,
-                    sent_before: false,
-                },
-            );
+            parts.push(Part::new(block, phase));
             if !held {
-                self.enqueue(key, extent.len);
+                self.enqueue(key, block.extent.len);
             }
         }
+        self.parts.insert(group, layer, parts.into_iter());
         Ok(())
     }
 
@@ -296,7 +271,7 @@ impl SenderState {
         self.queued_parts = 0;
         self.queued_bytes = 0;
         let mut queued = Vec::new();
-        for (&key, part) in &mut self.parts {
+        for (key, part) in self.parts.iter_mut() {
             if missing.contains(key) {
                 part.phase = PartPhase::Queued;
                 queued.push((key, part.extent.len));
@@ -348,10 +323,11 @@ impl SenderState {
             extents: Vec::new(),
             bytes: 0,
         };
-        for key in head.keys().take(parts_max) {
-            let Some(part) = self.parts.get(&key) else {
-                break;
-            };
+        let candidates = PartRange {
+            count: head.count.min(parts_max as u32),
+            ..head
+        };
+        for part in self.parts.run(candidates) {
             let bytes = plan.bytes + u64::from(part.extent.len);
             if plan.range.count > 0 && bytes > bytes_max {
                 break;
@@ -363,12 +339,10 @@ impl SenderState {
         if plan.bytes > budget {
             return NextFrame::Later;
         }
-        for key in plan.range.keys() {
-            if let Some(part) = self.parts.get_mut(&key) {
-                part.phase = PartPhase::Sent;
-                if std::mem::replace(&mut part.sent_before, true) {
-                    self.totals.bytes_resent += u64::from(part.extent.len);
-                }
+        for part in self.parts.run_mut(plan.range) {
+            part.phase = PartPhase::Sent;
+            if std::mem::replace(&mut part.sent_before, true) {
+                self.totals.bytes_resent += u64::from(part.extent.len);
             }
         }
         self.queued_parts -= plan.range.count as usize;
@@ -391,9 +365,11 @@ impl SenderState {
 
     /// Whether the window keeps the next frame from leaving.
     fn window_is_full(&self) -> bool {
-        let first = self.queue.front().and_then(|range| range.keys().next());
-        let part = first.and_then(|key| self.parts.get(&key));
-        part.is_some_and(|part| self.window.is_full(part.extent.len))
+        let Some(head) = self.queue.front() else {
+            return false;
+        };
+        let first = self.parts.run(PartRange { count: 1, ..*head }).first();
+        first.is_some_and(|part| self.window.is_full(part.extent.len))
     }
 
     /// When to ask what is missing, because the window stays full.
@@ -404,38 +380,17 @@ impl SenderState {
 
     /// The checksums of parts, computed from their bytes.
     pub fn checksums(&mut self, range: PartRange, crcs: &[u32]) {
-        for (key, &crc) in range.keys().zip(crcs) {
-            if let Some(part) = self.parts.get_mut(&key) {
-                part.crc = Some(crc);
-            }
-        }
+        self.parts.set_checksums(range, crcs);
     }
 
-    /// Once a commit is due: a part whose checksum is still unknown because the
-    /// receiver had it all along.
-    pub fn next_unchecked(&self) -> Option<(PartRange, ByteExtent)> {
+    /// Once a commit is due: parts whose checksums are still unknown because the
+    /// receiver had them all along.
+    pub fn next_unchecked(&self) -> Option<(PartRange, Vec<ByteExtent>)> {
         if !self.commit_is_due() {
             return None;
         }
-        self.parts
-            .iter()
-            .find(|(_, part)| part.crc.is_none())
-            .map(|(key, part)| {
-                let PartKey {
-                    group,
-                    layer,
-                    ordinal,
-                } = *key;
-                (
-                    PartRange {
-                        group,
-                        layer,
-                        first: ordinal,
-                        count: 1,
-                    },
-                    part.extent,
-                )
-            })
+        let (range, parts) = self.parts.unchecked(FRAME_PARTS_MAX)?;
+        Some((range, parts.iter().map(|part| part.extent).collect()))
     }
 
     /// The commit, once everything pushed was sent and its checksums are known.
@@ -447,8 +402,8 @@ impl SenderState {
         }
         let payload = self.commit.clone()?;
         let mut digest = RootDigest::new();
-        for (&key, part) in &self.parts {
-            digest.part(key, part.crc?);
+        for (key, part) in self.parts.iter() {
+            digest.part(key, part.crc()?);
         }
         self.phase = Phase::CommitSent;
         Some(CommitPlan {
@@ -490,12 +445,8 @@ impl SenderState {
         }
         self.phase = Phase::Sending;
         self.said_at = None;
-        let keys: Vec<PartKey> = self
-            .parts
-            .keys()
-            .copied()
-            .filter(|key| missing.contains(*key))
-            .collect();
+        let keys = self.parts.iter().map(|(key, _)| key);
+        let keys: Vec<PartKey> = keys.filter(|key| missing.contains(*key)).collect();
         keys.into_iter().for_each(|key| self.requeue(key));
         if self.queue.is_empty() {
             let cause = AbortCause::Refused(Refusal::Incomplete);
@@ -591,7 +542,13 @@ impl SenderState {
     }
 
     fn requeue(&mut self, key: PartKey) {
-        if let Some(part) = self.parts.get_mut(&key)
+        let only = PartRange {
+            group: key.group,
+            layer: key.layer,
+            first: key.ordinal,
+            count: 1,
+        };
+        if let Some(part) = self.parts.run_mut(only).first_mut()
             && part.phase != PartPhase::Queued
         {
             part.phase = PartPhase::Queued;

@@ -44,6 +44,12 @@ pub(crate) struct Inner {
 }
 
 impl Inner {
+    /// All that anybody waits for: the end, the blocks' return, room to push.
+    fn news(&self) -> [bool; 3] {
+        let ended = self.state.is_ended();
+        [ended, self.is_quiet(), ended || self.state.has_room()]
+    }
+
     /// Whether the transfer has ended and nothing borrows its blocks.
     fn is_quiet(&self) -> bool {
         self.state.is_ended() && self.readers == 0
@@ -120,15 +126,20 @@ impl TransferShared {
         lock(&self.inner)
     }
 
-    /// Changes the state and wakes whoever waits for a change.
+    /// Changes the state and wakes whoever waits for what this brought about. A worker that
+    /// waits for the end is not woken for each frame on the way there.
     pub(crate) fn update<T>(&self, change: impl FnOnce(&mut Inner) -> T) -> T {
         let mut inner = self.lock();
+        let before = inner.news();
         let result = change(&mut inner);
         if inner.ended_at.is_none() && inner.state.is_ended() {
             inner.ended_at = Some(self.now());
         }
+        let after = inner.news();
         drop(inner);
-        self.changed.notify_waiters();
+        if before != after {
+            self.changed.notify_waiters();
+        }
         result
     }
 
@@ -139,9 +150,7 @@ impl TransferShared {
 
     /// Ends the transfer if its time is over.
     pub(crate) fn tick(&self, now: Instant) {
-        if self.lock().state.tick(now) {
-            self.update(|_| ());
-        }
+        self.update(|inner| inner.state.tick(now));
     }
 
     pub(crate) fn is_ended(&self) -> bool {

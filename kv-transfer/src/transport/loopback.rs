@@ -14,10 +14,10 @@ use super::{Lane, OutFrame, OutQueue};
 use crate::codec::{Control, Scope};
 use crate::error::Error;
 use crate::receiver::Shared;
-use crate::receiver::incoming::SCRATCH_BYTES;
 use crate::receiver::lane::ReceiverLane;
 use crate::receiver::outbox::Outbox;
 use crate::sender::TransportKind;
+use crate::streaming::Slices;
 use crate::ticket::{ProcessToken, SessionId};
 use crate::wake::{Bell, lock};
 
@@ -47,7 +47,6 @@ pub(crate) fn is_listed(token: ProcessToken) -> bool {
 pub(crate) struct LoopbackLane {
     token: ProcessToken,
     receiver: ReceiverLane,
-    scratch: Vec<u8>,
 }
 
 impl LoopbackLane {
@@ -66,11 +65,7 @@ impl LoopbackLane {
             .ok_or_else(|| Error::PeerLost("the receiver has stopped".to_owned()))?;
         let outbox = Arc::new(Outbox::ringing(bell.clone()));
         let receiver = ReceiverLane::new(shared, session, outbox, TransportKind::Loopback);
-        Ok(Self {
-            token,
-            receiver,
-            scratch: vec![0; SCRATCH_BYTES],
-        })
+        Ok(Self { token, receiver })
     }
 
     fn data(&mut self, frame: OutFrame) -> Result<(), Error> {
@@ -79,45 +74,12 @@ impl LoopbackLane {
             OutFrame::Data { header, source, .. } => {
                 let mut incoming = self.receiver.data(header)?;
                 source.with_slices(0, |slices| {
-                    let mut slices = Slices::new(slices);
-                    incoming.take(&mut self.scratch, |buffer| slices.fill(buffer));
+                    let mut slices = Slices::of(slices);
+                    incoming.take(|buffer| slices.fill(buffer));
                 });
                 self.receiver.finish(incoming);
                 Ok(())
             }
-        }
-    }
-}
-
-/// Pieces of memory, read in order.
-struct Slices<'a> {
-    rest: std::slice::Iter<'a, &'a [u8]>,
-    piece: &'a [u8],
-}
-
-impl<'a> Slices<'a> {
-    fn new(slices: &'a [&'a [u8]]) -> Self {
-        Self {
-            rest: slices.iter(),
-            piece: &[],
-        }
-    }
-
-    /// Fills `buffer` with the next bytes, as far as there are any.
-    fn fill(&mut self, mut buffer: &mut [u8]) {
-        while !buffer.is_empty() {
-            if self.piece.is_empty() {
-                match self.rest.next() {
-                    Some(next) => self.piece = next,
-                    None => return,
-                }
-                continue;
-            }
-            let step = self.piece.len().min(buffer.len());
-            let (head, tail) = buffer.split_at_mut(step);
-            head.copy_from_slice(&self.piece[..step]);
-            self.piece = &self.piece[step..];
-            buffer = tail;
         }
     }
 }
@@ -156,21 +118,5 @@ impl Lane for LoopbackLane {
         bell.park(&[], timeout)
             .map_err(|error| Error::io("park", error))?;
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn copies_across_uneven_pieces() {
-        let mut out = [0u8; 7];
-        let (first, second) = out.split_at_mut(4);
-        let pieces: [&[u8]; 4] = [&[1, 2], &[], &[3], &[4, 5, 6]];
-        let mut slices = Slices::new(&pieces);
-        slices.fill(first);
-        slices.fill(second);
-        assert_eq!(out, [1, 2, 3, 4, 5, 6, 0]);
     }
 }

@@ -158,7 +158,7 @@ impl Bench {
             Way::SharedMemory => Some(&mut self.handoffs[1]),
             Way::Tcp => Some(&mut self.handoffs[2]),
             Way::Nixl => self.nixl.as_mut(),
-            Way::Memcpy | Way::ScatteredMemcpy | Way::PlainTcp => None,
+            Way::Memcpy | Way::ScatteredMemcpy | Way::CheckedCopy | Way::PlainTcp => None,
         }
     }
 
@@ -169,6 +169,7 @@ impl Bench {
         let (started, cpu) = (Instant::now(), process_cpu_time());
         match way {
             Way::Memcpy => self.target.copy_whole(&self.source),
+            Way::CheckedCopy => self.target.copy_parts_checked(&self.source),
             Way::PlainTcp => self.pair.all(&self.source, &mut self.target)?,
             _ => self.target.copy_parts(&self.source),
         }
@@ -199,8 +200,7 @@ impl Bench {
         if let Some(handoff) = self.handoff(way) {
             return handoff.one_part();
         }
-        let started = Instant::now();
-        self.pair.one_part(&self.source, &mut self.target)?;
-        Ok(started.elapsed().as_secs_f64() * 1e6)
+        let took = self.pair.one_part(&self.source, &mut self.target)?;
+        Ok(took.as_secs_f64() * 1e6)
     }
 }

@@ -12,6 +12,7 @@ use anyhow::Context as _;
 use baton_engine::kv::{KvMemory, PoolSharing};
 use baton_kv_transfer::RegionTable;
 use baton_kv_transfer::pool::regions_of;
+use baton_kv_transfer::streaming::copy_checked;
 use baton_proto::NumericsId;
 use baton_proto::kv_layout::{ByteExtent, KvDtype, KvGroup, KvGroupKind, KvLayout};
 use rand::rngs::StdRng;
@@ -103,6 +104,18 @@ impl Arena {
         parts.collect()
     }
 
+    /// The part that travels first.
+    pub fn first_part(&self) -> &[u8] {
+        let extent = self.extent(0, 0);
+        &self.whole()[extent.offset as usize..][..extent.len as usize]
+    }
+
+    /// The same, for writing.
+    pub fn first_part_mut(&mut self) -> &mut [u8] {
+        let extent = self.extent(0, 0);
+        &mut self.whole_mut()[extent.offset as usize..][..extent.len as usize]
+    }
+
     fn extents(&self) -> impl Iterator<Item = ByteExtent> + '_ {
         let ordinals = 0..self.ordinals();
         (0..LAYERS).flat_map(move |layer| {
@@ -121,6 +134,11 @@ impl Arena {
         for (to, from) in self.parts_mut().into_iter().zip(from.parts()) {
             black_box(to).copy_from_slice(black_box(from));
         }
+    }
+
+    /// The same, with a checksum of each part: what one end of a transfer has to do.
+    pub fn copy_parts_checked(&mut self, from: &Self) {
+        black_box(copy_checked(&from.parts(), &mut self.parts_mut()));
     }
 
     /// Whether all bytes are the same.
@@ -173,6 +191,9 @@ mod tests {
             assert_eq!(from.parts()[0].len(), part_bytes as usize);
             to.copy_parts(&from);
             assert!(to.holds_parts_of(&from) && !to.is_like(&from));
+            to.fill(5);
+            to.copy_parts_checked(&from);
+            assert!(to.holds_parts_of(&from));
             to.copy_whole(&from);
             assert!(to.is_like(&from) && !to.holds_parts_of(&from));
         }

@@ -3,6 +3,8 @@
 
 use std::io::{IoSlice, IoSliceMut, Read as _, Write as _};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Barrier;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 
@@ -32,12 +34,30 @@ impl Pair {
         self.parts(from.parts(), to.parts_mut())
     }
 
-    /// Moves the first part.
-    pub fn one_part(&mut self, from: &Arena, to: &mut Arena) -> anyhow::Result<()> {
-        let (mut from, mut to) = (from.parts(), to.parts_mut());
-        from.truncate(1);
-        to.truncate(1);
-        self.parts(from, to)
+    /// Moves the first part; from the write to the reader's answer. The reader waits
+    /// already, as a lane does.
+    pub fn one_part(&mut self, from: &Arena, to: &mut Arena) -> anyhow::Result<Duration> {
+        let Self { near, far } = self;
+        let (from, to) = (from.first_part(), to.first_part_mut());
+        let ready = Barrier::new(2);
+        std::thread::scope(|scope| {
+            let reading = scope.spawn(|| {
+                ready.wait();
+                far.read_exact(to)?;
+                far.write_all(&[1])
+            });
+            ready.wait();
+            // Long enough for the reader to be inside its read.
+            std::thread::sleep(Duration::from_micros(200));
+            let started = Instant::now();
+            near.write_all(from).context("write")?;
+            near.read_exact(&mut [0]).context("wait for the answer")?;
+            let took = started.elapsed();
+            let read = reading.join();
+            ensure!(read.is_ok(), "the reading thread panicked");
+            read.map_or(Ok(()), |read| read.context("read"))?;
+            Ok(took)
+        })
     }
 
     fn parts(&mut self, from: Vec<&[u8]>, to: Vec<&mut [u8]>) -> anyhow::Result<()> {

@@ -18,6 +18,8 @@ pub enum Way {
     Memcpy,
     /// One thread's copies of parts.
     ScatteredMemcpy,
+    /// The same with a checksum of each: what a receiver of shared memory does.
+    CheckedCopy,
     /// A plain `writev`/`readv` pair over the loopback interface.
     PlainTcp,
     Loopback,
@@ -27,9 +29,10 @@ pub enum Way {
 }
 
 impl Way {
-    const ALL: [Self; 7] = [
+    const ALL: [Self; 8] = [
         Self::Memcpy,
         Self::ScatteredMemcpy,
+        Self::CheckedCopy,
         Self::PlainTcp,
         Self::Loopback,
         Self::SharedMemory,
@@ -45,13 +48,17 @@ impl Way {
 
     /// Whether it can move one part as well, for its latency.
     pub const fn has_latency(self) -> bool {
-        !matches!(self, Self::Memcpy | Self::ScatteredMemcpy)
+        !matches!(
+            self,
+            Self::Memcpy | Self::ScatteredMemcpy | Self::CheckedCopy
+        )
     }
 
     const fn name(self) -> &'static str {
         match self {
             Self::Memcpy => "memcpy, whole",
             Self::ScatteredMemcpy => "memcpy, scattered",
+            Self::CheckedCopy => "copy + crc32c",
             Self::PlainTcp => "plain writev/readv",
             Self::Loopback => "loopback",
             Self::SharedMemory => "shared_memory",
