@@ -25,7 +25,7 @@ use std::ops::Range;
 use crate::kernels::{Shared, share_chunks};
 use crate::quantize::cut_tiles;
 use crate::scratch::Activations;
-use crate::{Activation, Isa, Kernels, PackedMatrix, Scratch};
+use crate::{Activation, Isa, Kernels, PackedMatrix, Scratch, WeightType};
 use best::Best;
 use strip::{Destination, Strip};
 
@@ -34,10 +34,11 @@ const CHUNK_BYTES: usize = 512 << 10;
 /// Below this many bytes of weights (times tokens) per thread, waking a helper costs more than it saves.
 const BYTES_PER_THREAD_MIN: usize = 16 << 10;
 
-/// Sizes of token tiles per instruction set: with the row tiles that `strip` takes for each, accumulators and dots fit
-/// in the registers.
-fn tile_sizes(isa: Isa) -> &'static [usize] {
+/// Sizes of token tiles for a matrix: with the row tiles that `strip` takes for each, accumulators and dots fit in the
+/// registers. Those of Q6_K, which unpacks from two places and scales each half of a group, leave room for fewer.
+fn tile_sizes(isa: Isa, w: &PackedMatrix) -> &'static [usize] {
     match isa {
+        Isa::Avx512 if w.segments().iter().all(|s| s.ty == WeightType::Q6K) => &[8, 6, 4, 3, 2, 1],
         Isa::Avx512 => &[12, 8, 6, 4, 3, 2, 1],
         Isa::Avx2 => &[4, 2, 1],
         Isa::Scalar => &[1],
@@ -145,7 +146,7 @@ impl Kernels {
         }
         let cols = w.cols();
         let activations = &mut scratch.activations;
-        cut_tiles(tokens, tile_sizes(self.isa()), &mut activations.tiles);
+        cut_tiles(tokens, tile_sizes(self.isa(), w), &mut activations.tiles);
         let codes = w.segments().iter().any(|s| s.ty.is_quantized());
         let floats = w.segments().iter().any(|s| !s.ty.is_quantized());
         self.prepare_rows(input, tokens, cols, codes, floats, activations);

@@ -155,47 +155,100 @@ impl<F: Format> StripKind for QuantStrip<F> {
     unsafe fn run<S: Simd, const T: usize>(strip: Strip<'_>) {
         let mut tile = strip.first;
         let end = strip.first + strip.tiles;
-        // One token alone leaves the dots waiting for each other; more row tiles at once keep the units busy.
         // SAFETY: passed on.
         unsafe {
+            // One token alone leaves the dots waiting for each other; more row tiles at once keep the units busy.
             if const { S::REGISTERS >= 32 && T == 1 } {
+                let operands = Operands::new(&strip, ROW_TILES_MAX);
                 while tile + ROW_TILES_MAX <= end {
-                    quant_tiles::<S, F, ROW_TILES_MAX, T>(&strip, tile);
+                    quant_tiles::<S, F, ROW_TILES_MAX, T>(&strip, &operands, tile);
                     tile += ROW_TILES_MAX;
                 }
             }
+            let operands = Operands::new(&strip, 1);
             while tile < end {
-                quant_tiles::<S, F, 1, T>(&strip, tile);
+                quant_tiles::<S, F, 1, T>(&strip, &operands, tile);
                 tile += 1;
             }
         }
     }
 }
 
+/// What the row tiles of a strip have in common, found once: a row tile of a few hundred columns takes about a thousand
+/// cycles, and finding this again for each would be a tenth of them.
+struct Operands {
+    groups: usize,
+    x_codes: *const i8,
+    x_scales: *const f32,
+    x_scaled_sums: *const f32,
+    x_sums: *const i32,
+    zero_point: i32,
+    /// The strip's first row tile, and from there to the next.
+    weights: *const u8,
+    tile_bytes: usize,
+    codes_offset: usize,
+    /// How far ahead of the weights memory is asked for more, and how many lines of each row tile.
+    ahead: usize,
+    lines: usize,
+}
+
+impl Operands {
+    /// Of a strip that is walked `row_tiles` at a time.
+    #[inline(always)]
+    fn new(strip: &Strip<'_>, row_tiles: usize) -> Operands {
+        let groups = strip.w.cols() / GROUP;
+        let activations = strip.activations;
+        let tile_bytes = strip.segment.tile_bytes;
+        // The first token tile brings the weights in, the others find them in the cache.
+        let brings = strip.token == 0;
+        Operands {
+            groups,
+            x_codes: strip.part(&activations.codes, groups * GROUP).as_ptr(),
+            x_scales: strip.part(&activations.scales, groups).as_ptr(),
+            x_scaled_sums: strip.part(&activations.scaled_sums, groups).as_ptr(),
+            x_sums: strip.part(&activations.sums, 2 * groups).as_ptr(),
+            zero_point: strip.segment.ty.zero_point(),
+            weights: strip
+                .w
+                .tiles_from(strip.segment, strip.first, strip.tiles)
+                .as_ptr(),
+            tile_bytes,
+            codes_offset: strip.segment.codes_offset,
+            ahead: row_tiles * tile_bytes,
+            lines: if brings { tile_bytes / 64 } else { 0 },
+        }
+    }
+}
+
 /// # Safety
-/// As [`StripKind::run`]; tiles `tile..tile + R` are in the strip.
+/// As [`StripKind::run`]; tiles `tile..tile + R` are in the strip, whose operands these are.
 // A token's index selects from several arrays side by side.
 #[allow(clippy::needless_range_loop)]
 #[inline(always)]
 unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
     strip: &Strip<'_>,
+    operands: &Operands,
     tile: usize,
 ) {
-    let groups = strip.w.cols() / GROUP;
-    let activations = strip.activations;
-    let x_codes = strip.part(&activations.codes, groups * GROUP).as_ptr();
-    let x_scales = strip.part(&activations.scales, groups).as_ptr();
-    let x_scaled_sums = strip.part(&activations.scaled_sums, groups).as_ptr();
-    let x_sums = strip.part(&activations.sums, 2 * groups).as_ptr();
-    let zero_point = strip.segment.ty.zero_point();
-    let tile_bytes = strip.segment.tile_bytes;
-    let tiles = strip.w.tiles_from(strip.segment, tile, R);
-    let weights = tiles.as_ptr();
-    let codes_offset = strip.segment.codes_offset;
+    let Operands {
+        groups,
+        x_codes,
+        x_scales,
+        x_scaled_sums,
+        x_sums,
+        zero_point,
+        tile_bytes,
+        codes_offset,
+        lines,
+        ..
+    } = *operands;
+    let weights = operands
+        .weights
+        .wrapping_add((tile - strip.first) * tile_bytes);
     let codes_step = const { codes_per_group_of_bits(F::BITS) };
-    let tile_lines = tile_bytes / 64;
-    // The first token tile brings the weights in, the others find them in the cache.
-    let ahead = if strip.token == 0 { R * tile_bytes } else { 0 };
+    // Lines are asked for evenly: `due` grows by their number with each group, and one is due per `groups`.
+    let mut next = weights.wrapping_add(operands.ahead);
+    let mut due = 0;
     // SAFETY: for the whole loop: a tile holds the scales and codes of all groups, as packed, and the activations hold
     // `groups` times `T` entries; every pointer below stays within the group's part, but for those of `prefetch`.
     unsafe {
@@ -211,13 +264,13 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
             let codes: [*const u8; R] = std::array::from_fn(|r| {
                 weights.wrapping_add(r * tile_bytes + codes_offset + g * codes_step)
             });
-            if ahead > 0 {
+            due += lines;
+            while due >= groups {
+                due -= groups;
                 for r in 0..R {
-                    let next = weights.wrapping_add(r * tile_bytes + ahead);
-                    for line in tile_lines * g / groups..tile_lines * (g + 1) / groups {
-                        S::prefetch(next.wrapping_add(line * 64));
-                    }
+                    S::prefetch(next.wrapping_add(r * tile_bytes));
                 }
+                next = next.wrapping_add(64);
             }
             let mut dot = [[S::splat_i(0); T]; R];
             if !F::AFFINE {
@@ -384,24 +437,32 @@ unsafe fn store<S: Simd, const T: usize>(strip: &Strip<'_>, tile: usize, acc: [S
             return;
         }
     };
-    for (t, acc) in acc.into_iter().enumerate() {
-        let at = (strip.token + t) * strip.w.rows() + first_row;
-        // SAFETY: these `rows` outputs of this token belong to this row tile only.
-        let out = unsafe { to.slice(at..at + rows) };
-        // SAFETY: the caller's promise; whole tiles have 16 outputs, and as many biases.
+    let width = strip.w.rows();
+    let first = strip.token * width + first_row;
+    if rows == LANES {
+        // SAFETY: the caller's promise; these 16 outputs of each token are this row tile's alone, and those of the last
+        // token end within all outputs, so the others do.
         unsafe {
-            if rows == LANES {
-                let mut acc = acc;
+            let bias = bias.map(|bias| S::load(bias[first_row..][..LANES].as_ptr()));
+            to.at(first + (T - 1) * width + LANES);
+            let mut out = to.at(first);
+            for mut acc in acc {
                 if let Some(bias) = bias {
-                    acc = S::add(acc, S::load(bias[first_row..][..LANES].as_ptr()));
+                    acc = S::add(acc, bias);
                 }
                 if adds {
-                    acc = S::add(S::load(out.as_ptr()), acc);
+                    acc = S::add(S::load(out), acc);
                 }
-                S::store(out.as_mut_ptr(), acc);
-                continue;
+                S::store(out, acc);
+                out = out.wrapping_add(width);
             }
         }
+        return;
+    }
+    for (t, acc) in acc.into_iter().enumerate() {
+        let at = first + t * width;
+        // SAFETY: these `rows` outputs of this token are this row tile's alone.
+        let out = unsafe { to.slice(at..at + rows) };
         // SAFETY: the caller's promise.
         let lanes = unsafe { S::to_array(acc) };
         for (r, out) in out.iter_mut().enumerate() {
