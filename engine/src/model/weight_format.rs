@@ -78,7 +78,7 @@ impl FromStr for WeightFormat {
 }
 
 /// The rows of `source` as type `to`, which is F32, Q8_0 or Q4_1. `progress` hears how
-/// many bytes of the source are done.
+/// many bytes of the source are done, and of the last one at the end.
 ///
 /// # Errors
 /// As [`quantize_weights`]; a place within the matrix counts its weights row by row.
@@ -126,10 +126,12 @@ pub(crate) fn convert(
         work.run(progress);
     });
     let queue = work.queue.into_inner().expect("strips do not panic");
-    match queue.failed {
-        Some((_, error)) => Err(error),
-        None => Ok(out),
+    if let Some((_, error)) = queue.failed {
+        return Err(error);
     }
+    // Other threads may have taken the last strips, or all of them.
+    progress(queue.done);
+    Ok(out)
 }
 
 /// One matrix being converted.
@@ -258,7 +260,7 @@ mod tests {
                 heard.push(done);
             })
             .unwrap();
-            assert!(heard.is_sorted() && *heard.last().unwrap() <= bytes.len() as u64);
+            assert!(heard.is_sorted() && heard.last() == Some(&(bytes.len() as u64)));
             let mut values = vec![0.0; rows * cols];
             dequantize(WeightType::F32, &bytes, &mut values).unwrap();
             let mut whole = vec![0; converted.len()];
