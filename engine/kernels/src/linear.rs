@@ -133,6 +133,22 @@ impl Kernels {
         self.run_product(w, input, tokens, scratch, Sink::Rows { bias, out, adds });
     }
 
+    /// What a product does before it multiplies: makes its input ready in the order the loops read it. For benches.
+    #[doc(hidden)]
+    pub fn prepare(
+        &self,
+        w: &PackedMatrix,
+        input: Input<'_>,
+        tokens: usize,
+        scratch: &mut Scratch,
+    ) {
+        let activations = &mut scratch.activations;
+        cut_tiles(tokens, tile_sizes(self.isa(), w), &mut activations.tiles);
+        let codes = w.segments().iter().any(|s| s.ty.is_quantized());
+        let floats = w.segments().iter().any(|s| !s.ty.is_quantized());
+        self.prepare_rows(input, tokens, w.cols(), codes, floats, activations);
+    }
+
     fn run_product(
         &self,
         w: &PackedMatrix,
@@ -144,12 +160,8 @@ impl Kernels {
         if tokens == 0 {
             return;
         }
-        let cols = w.cols();
-        let activations = &mut scratch.activations;
-        cut_tiles(tokens, tile_sizes(self.isa(), w), &mut activations.tiles);
-        let codes = w.segments().iter().any(|s| s.ty.is_quantized());
-        let floats = w.segments().iter().any(|s| !s.ty.is_quantized());
-        self.prepare_rows(input, tokens, cols, codes, floats, activations);
+        self.prepare(w, input, tokens, scratch);
+        let activations = &scratch.activations;
         let job = Product {
             isa: self.isa(),
             w,
