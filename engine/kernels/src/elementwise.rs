@@ -1,4 +1,7 @@
-//! The kernels between the matrix products: norms, rotation, activation, residual sums.
+//! The kernels between the matrix products: norms, rotation, activation, caps.
+//!
+//! What a product reads through a norm or a gated activation is computed by the product itself (`quantize`), row by row
+//! with the functions here; only what stands on its own in a step is a kernel of its own.
 //!
 //! Mostly plain loops: inside `run` the compiler vectorises them for the instruction set at hand, and may not change a
 //! bit. Rows are shared out to the threads where there are enough of them.
@@ -18,32 +21,6 @@ pub enum Activation {
 }
 
 impl Kernels {
-    /// `out[t][i] = x[t][i] / rms(x[t]) * weight[i]`, rows of `weight.len()`. The weight already includes any `+ 1`.
-    pub fn rms_norm(&self, x: &[f32], weight: &[f32], eps: f32, tokens: usize, out: &mut [f32]) {
-        let width = weight.len();
-        assert_eq!(
-            (x.len(), out.len()),
-            (tokens * width, tokens * width),
-            "rms_norm: [tokens, width]"
-        );
-        let (isa, out) = (self.isa(), Shared::new(out));
-        self.for_ranges(tokens, width, &|range| {
-            for t in range {
-                let row = t * width..(t + 1) * width;
-                // SAFETY: rows are disjoint; the instruction set was checked.
-                unsafe {
-                    let kernel = Norm {
-                        x: &x[row.clone()],
-                        weight,
-                        eps,
-                        out: out.slice(row),
-                    };
-                    dispatch(isa, kernel);
-                }
-            }
-        });
-    }
-
     /// `x[t] += y[t] / rms(y[t]) * weight`, rows of `weight.len()`.
     pub fn add_normed(&self, x: &mut [f32], y: &[f32], weight: &[f32], eps: f32, tokens: usize) {
         let width = weight.len();
@@ -108,67 +85,6 @@ impl Kernels {
         });
     }
 
-    /// `x += y`.
-    pub fn add_assign(&self, x: &mut [f32], y: &[f32]) {
-        assert_eq!(x.len(), y.len(), "add_assign");
-        let (isa, len, x) = (self.isa(), x.len(), Shared::new(x));
-        self.for_ranges(len, 1, &|range| {
-            // SAFETY: ranges are disjoint; the instruction set was checked.
-            unsafe {
-                dispatch(
-                    isa,
-                    Add {
-                        x: x.slice(range.clone()),
-                        y: &y[range],
-                    },
-                )
-            }
-        });
-    }
-
-    /// `out[t][i] = act(gate) * up`, each row of `gate_up` being all gates, then all ups.
-    ///
-    /// *Shapes*: `gate_up: [tokens, 2 * ffn]`, `out: [tokens, ffn]`.
-    pub fn gated_activation(
-        &self,
-        act: Activation,
-        gate_up: &[f32],
-        tokens: usize,
-        out: &mut [f32],
-    ) {
-        assert_eq!(
-            gate_up.len(),
-            2 * out.len(),
-            "gated_activation: gate_up is twice the output"
-        );
-        if tokens == 0 {
-            return;
-        }
-        let width = out.len() / tokens;
-        assert_eq!(out.len(), tokens * width, "gated_activation: whole rows");
-        // Columns are cut as well as rows, so that one decode row still keeps all threads busy.
-        let parts = width.div_ceil(256);
-        let (isa, out) = (self.isa(), Shared::new(out));
-        // An exponential costs about as much as touching 16 elements.
-        self.for_ranges(tokens * parts, width / parts.max(1) * 16, &|range| {
-            for item in range {
-                let (t, part) = (item / parts, item % parts);
-                let cols = part * 256..width.min((part + 1) * 256);
-                let row = &gate_up[2 * t * width..][..2 * width];
-                // SAFETY: items are disjoint parts of `out`; the instruction set was checked.
-                unsafe {
-                    let kernel = Gate {
-                        act,
-                        gate: &row[cols.clone()],
-                        up: &row[width + cols.start..width + cols.end],
-                        out: out.slice(t * width + cols.start..t * width + cols.end),
-                    };
-                    dispatch(isa, kernel);
-                }
-            }
-        });
-    }
-
     /// Rotates in place. `x`: `[tokens, heads, head_dim]` with `row_stride`; one position per token. Dimensions of a
     /// head behind `table.dims()` pass through.
     #[allow(clippy::too_many_arguments)]
@@ -228,24 +144,6 @@ impl Kernels {
                 )
             }
         });
-    }
-}
-
-/// RMS normalisation of one row.
-struct Norm<'a> {
-    x: &'a [f32],
-    weight: &'a [f32],
-    eps: f32,
-    out: &'a mut [f32],
-}
-
-impl Kernel for Norm<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        // SAFETY: passed on.
-        unsafe { norm_row::<S>(self.x, self.weight, self.eps, self.out) };
     }
 }
 
@@ -334,22 +232,6 @@ pub(crate) unsafe fn gate_row<S: Simd>(act: Activation, gate: &[f32], up: &[f32]
     let gate = Gate { act, gate, up, out };
     // SAFETY: passed on.
     unsafe { gate.run::<S>() };
-}
-
-struct Add<'a> {
-    x: &'a mut [f32],
-    y: &'a [f32],
-}
-
-impl Kernel for Add<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    unsafe fn run<S: Simd>(self) {
-        for (x, y) in self.x.iter_mut().zip(self.y) {
-            *x += y;
-        }
-    }
 }
 
 struct Rotate<'a> {

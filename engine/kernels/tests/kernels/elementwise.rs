@@ -1,6 +1,9 @@
-//! Norms, rotation, activations, residual sums and the functions behind them.
+//! Norms, rotation, activations and the functions behind them.
 
-use baton_kernels::{Activation, Kernels, RopePairing, RopeTable, reference};
+use baton_kernels::{
+    Activation, Input, Kernels, MatrixSource, Output, PackedMatrix, RopePairing, RopeTable,
+    Scratch, WeightType, reference,
+};
 use proptest::prelude::*;
 
 use crate::{Random, all_kernels, assert_same_bits, describe};
@@ -19,6 +22,28 @@ fn same_on_all(what: &str, run: impl Fn(&Kernels) -> Vec<f32>) -> Vec<f32> {
     first
 }
 
+/// Picks one column of its input for each output, exactly: what a product computed of its input on the way.
+fn picks(columns: &[usize], cols: usize) -> PackedMatrix {
+    let mut weights = vec![0u8; columns.len() * cols * 4];
+    for (row, column) in columns.iter().enumerate() {
+        weights[(row * cols + column) * 4..][..4].copy_from_slice(&1.0f32.to_le_bytes());
+    }
+    PackedMatrix::pack(&[MatrixSource {
+        ty: WeightType::F32,
+        rows: columns.len(),
+        cols,
+        bytes: &weights,
+    }])
+    .expect("a matrix")
+}
+
+fn picked(kernels: &Kernels, matrix: &PackedMatrix, input: Input<'_>, tokens: usize) -> Vec<f32> {
+    let mut out = vec![f32::NAN; tokens * matrix.rows()];
+    let to = Output::Set(&mut out);
+    kernels.product(matrix, input, tokens, None, to, &mut Scratch::new());
+    out
+}
+
 fn assert_close(actual: f32, exact: f64, relative: f64, absolute: f64, what: &str) {
     let error = (f64::from(actual) - exact).abs();
     assert!(
@@ -33,22 +58,23 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(40))]
 
     #[test]
-    fn rms_norm_matches(width in 1usize..700, tokens in 0usize..40, seed: u64) {
+    fn norm_matches(width in 1usize..700, tokens in 0usize..40, seed: u64) {
         let mut random = Random::new(seed);
         let (x, weight, eps) = (random.floats(tokens * width), random.floats(width), 1e-5);
-        let out = same_on_all("rms_norm", |kernels| {
-            let mut out = vec![f32::NAN; tokens * width];
-            kernels.rms_norm(&x, &weight, eps, tokens, &mut out);
+        // A negative zero leaves what is added to it as it is.
+        let out = same_on_all("add_normed", |kernels| {
+            let mut out = vec![-0.0; tokens * width];
+            kernels.add_normed(&mut out, &x, &weight, eps, tokens);
             out
         });
         for (x, out) in x.chunks_exact(width).zip(out.chunks_exact(width)) {
             let mut expected = vec![0.0; width];
             reference::rms_norm(x, &weight, eps, &mut expected);
-            assert_same_bits(out, &expected, "rms_norm against the reference");
+            assert_same_bits(out, &expected, "add_normed against the reference");
             let mean = x.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>() / width as f64;
             for ((x, w), out) in x.iter().zip(&weight).zip(out) {
                 let exact = f64::from(*x) * f64::from(*w) / (mean + f64::from(eps)).sqrt();
-                assert_close(*out, exact, (width as f64 / 16.0 + 8.0) * EPS, 0.0, "rms_norm");
+                assert_close(*out, exact, (width as f64 / 16.0 + 8.0) * EPS, 0.0, "add_normed");
             }
         }
     }
@@ -82,15 +108,17 @@ proptest! {
         let act = if gelu { Activation::GeluTanh } else { Activation::Silu };
         let mut x = random.floats(tokens * 2 * width);
         x.iter_mut().for_each(|x| *x *= 8.0);
-        let out = same_on_all("gated_activation", |kernels| {
-            let mut out = vec![f32::NAN; tokens * width];
-            kernels.gated_activation(act, &x, tokens, &mut out);
-            out
-        });
-        for (row, out) in x.chunks_exact(2 * width).zip(out.chunks_exact(width)) {
-            for i in 0..width {
-                let (gate, up) = (row[i], row[width + i]);
-                assert_same_bits(&[out[i]], &[reference::activate(act, gate) * up], "gated_activation");
+        // The first and last columns are where vectors begin and end.
+        let mut columns: Vec<usize> = (0..14).map(|_| random.below(width)).collect();
+        columns.extend([0, width - 1]);
+        let matrix = picks(&columns, width);
+        let input = Input::Gated { gate_up: &x, act };
+        let out = same_on_all("gated", |kernels| picked(kernels, &matrix, input, tokens));
+        for (row, out) in x.chunks_exact(2 * width).zip(out.chunks_exact(columns.len())) {
+            for (column, out) in columns.iter().zip(out) {
+                let (gate, up) = (row[*column], row[width + column]);
+                // A sum of products has no negative zeros.
+                assert_same_bits(&[*out], &[reference::activate(act, gate) * up + 0.0], "gated");
                 let g = f64::from(gate);
                 let active = match act {
                     Activation::Silu => g / (1.0 + (-g).exp()),
@@ -101,22 +129,15 @@ proptest! {
                     }
                 };
                 // exp of a rounded argument of size up to 90 is off by that many epsilon.
-                assert_close(out[i], active * f64::from(up), 128.0 * EPS, 1e-30, "gated_activation");
+                assert_close(*out, active * f64::from(up), 128.0 * EPS, 1e-30, "gated");
             }
         }
     }
 
     #[test]
-    fn add_and_soft_cap_match(len in 0usize..40_000, seed: u64) {
+    fn soft_cap_matches(len in 0usize..40_000, seed: u64) {
         let mut random = Random::new(seed);
-        let (x, y) = (random.floats(len), random.floats(len));
-        let sum = same_on_all("add_assign", |kernels| {
-            let mut x = x.clone();
-            kernels.add_assign(&mut x, &y);
-            x
-        });
-        let expected: Vec<f32> = x.iter().zip(&y).map(|(x, y)| x + y).collect();
-        assert_same_bits(&sum, &expected, "add_assign");
+        let x = random.floats(len);
         let capped = same_on_all("soft_cap", |kernels| {
             let mut x = x.clone();
             kernels.soft_cap(&mut x, 0.7);
@@ -216,23 +237,30 @@ fn extremes_go_through_the_activations_alike() {
         f32::NEG_INFINITY,
         f32::NAN,
     ];
+    // Each value has a row of its own, in a vector and behind the last whole one, so that it reaches one output only.
+    let width = 17;
     for act in [Activation::Silu, Activation::GeluTanh] {
-        let gate_up: Vec<f32> = values
-            .iter()
-            .copied()
-            .chain(values.iter().map(|_| 1.0))
-            .collect();
-        let out = same_on_all("extremes", |kernels| {
-            let mut out = vec![7.0; values.len()];
-            kernels.gated_activation(act, &gate_up, 1, &mut out);
-            out
-        });
-        let expected: Vec<f32> = values
-            .iter()
-            .map(|x| reference::activate(act, *x))
-            .collect();
-        assert_same_bits(&out, &expected, "extremes");
-        assert_eq!(out[4], 100.0);
-        assert_eq!(out[5], 0.0);
+        for column in [3, 16] {
+            let mut gate_up = vec![0.0; values.len() * 2 * width];
+            for (row, value) in gate_up.chunks_exact_mut(2 * width).zip(values) {
+                row[column] = value;
+                row[width..].fill(1.0);
+            }
+            let matrix = picks(&[column], width);
+            let input = Input::Gated {
+                gate_up: &gate_up,
+                act,
+            };
+            let out = same_on_all("extremes", |kernels| {
+                picked(kernels, &matrix, input, values.len())
+            });
+            let expected: Vec<f32> = values
+                .iter()
+                .map(|x| reference::activate(act, *x) + 0.0)
+                .collect();
+            assert_same_bits(&out, &expected, "extremes");
+            assert_eq!(out[4], 100.0);
+            assert_eq!(out[5], 0.0);
+        }
     }
 }

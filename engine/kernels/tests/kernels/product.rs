@@ -1,7 +1,7 @@
-//! Products that compute their input on the way, or add to their output, against the same in separate passes.
+//! Products that compute their input on the way, or add to their output, against the plain statement of the parts.
 
 use baton_kernels::{
-    Activation, Input, Kernels, MatrixSource, Output, PackedMatrix, Scratch, WeightType,
+    Activation, Input, Kernels, MatrixSource, Output, PackedMatrix, Scratch, WeightType, reference,
 };
 use proptest::prelude::*;
 
@@ -39,6 +39,31 @@ fn set(
     out
 }
 
+/// Rows of `weight.len()`, normed.
+fn norms(x: &[f32], weight: &[f32]) -> Vec<f32> {
+    let mut out = vec![0.0; x.len()];
+    let rows = x.chunks_exact(weight.len());
+    for (x, out) in rows.zip(out.chunks_exact_mut(weight.len())) {
+        reference::rms_norm(x, weight, EPS, out);
+    }
+    out
+}
+
+/// `act(gate) * up` of rows of `cols` gates and as many ups.
+fn gates(act: Activation, gate_up: &[f32], cols: usize) -> Vec<f32> {
+    let rows = gate_up.chunks_exact(2 * cols);
+    rows.flat_map(|row| {
+        let (gate, up) = row.split_at(cols);
+        let pairs = gate.iter().zip(up);
+        pairs.map(|(gate, up)| reference::activate(act, *gate) * up)
+    })
+    .collect()
+}
+
+fn sums(x: &[f32], y: &[f32]) -> Vec<f32> {
+    x.iter().zip(y).map(|(x, y)| x + y).collect()
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(48))]
 
@@ -61,10 +86,11 @@ proptest! {
         let bias = bias.then(|| random.floats(2 * rows));
         let bias = bias.as_deref();
         let before = random.floats(tokens * 2 * rows);
+        let normed = norms(&x, &weight);
+        let activations = [Activation::Silu, Activation::GeluTanh];
+        let gated = activations.map(|act| gates(act, &gate_up, cols));
         for kernels in all_kernels() {
             let what = describe(&kernels);
-            let mut normed = vec![0.0; tokens * cols];
-            kernels.rms_norm(&x, &weight, EPS, tokens, &mut normed);
             let expected = set(&kernels, &w, Input::Rows(&normed), tokens, bias);
             let input = Input::Normed { x: &x, weight: &weight, eps: EPS };
             assert_same_bits(&set(&kernels, &w, input, tokens, bias), &expected, &what);
@@ -72,14 +98,10 @@ proptest! {
             let mut added = before.clone();
             let output = Output::Add(&mut added);
             kernels.product(&w, input, tokens, bias, output, &mut Scratch::new());
-            let mut sum = before.clone();
-            kernels.add_assign(&mut sum, &expected);
-            assert_same_bits(&added, &sum, &what);
+            assert_same_bits(&added, &sums(&before, &expected), &what);
 
-            for act in [Activation::Silu, Activation::GeluTanh] {
-                let mut gated = vec![0.0; tokens * cols];
-                kernels.gated_activation(act, &gate_up, tokens, &mut gated);
-                let expected = set(&kernels, &w, Input::Rows(&gated), tokens, bias);
+            for (act, gated) in activations.into_iter().zip(&gated) {
+                let expected = set(&kernels, &w, Input::Rows(gated), tokens, bias);
                 let input = Input::Gated { gate_up: &gate_up, act };
                 assert_same_bits(&set(&kernels, &w, input, tokens, bias), &expected, &what);
             }
@@ -95,11 +117,8 @@ proptest! {
         let mut random = Random::new(seed);
         let (x, y) = (random.floats(tokens * width), random.floats(tokens * width));
         let weight = random.floats(width);
+        let expected = sums(&x, &norms(&y, &weight));
         for kernels in all_kernels() {
-            let mut normed = vec![0.0; tokens * width];
-            kernels.rms_norm(&y, &weight, EPS, tokens, &mut normed);
-            let mut expected = x.clone();
-            kernels.add_assign(&mut expected, &normed);
             let mut actual = x.clone();
             kernels.add_normed(&mut actual, &y, &weight, EPS, tokens);
             assert_same_bits(&actual, &expected, &describe(&kernels));
