@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_engine::model::WeightFormat;
-use baton_kv_transfer::TransportChoice;
+use baton_kv_transfer::{TransportChoice, WireChoice};
 use baton_observability::logging::LogFormat;
 use baton_proto::kv_layout::KvDtype;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
@@ -501,6 +501,18 @@ pub struct TransportArgs {
     pub nixl_library: Option<PathBuf>,
 }
 
+/// What a prefill worker does to KV that leaves its host.
+#[derive(Clone, Debug, Args)]
+#[command(next_help_heading = "KV transport")]
+pub struct WireArgs {
+    /// What K and V are over TCP: native (what the pool stores) or int8 (about half the bytes
+    /// of f16, for links that are slower than prefill; tokens may then differ from those of
+    /// one worker, and the decode worker does not cache what it gets). Requests with exact,
+    /// KV that stays on the host, and pools that store int8 or int4 travel as they are.
+    #[arg(long, env = "BATON_KV_WIRE", default_value = "native")]
+    pub kv_wire: WireChoice,
+}
+
 #[derive(Clone, Debug, Args)]
 pub struct PrefillRoleArgs {
     #[command(flatten)]
@@ -511,6 +523,8 @@ pub struct PrefillRoleArgs {
     pub worker: WorkerArgs,
     #[command(flatten)]
     pub transport: TransportArgs,
+    #[command(flatten)]
+    pub wire: WireArgs,
     #[command(flatten)]
     pub engine: EngineArgs,
     #[command(flatten)]

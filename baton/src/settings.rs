@@ -258,6 +258,7 @@ pub fn prefill_config(
     }
     let mut config = PrefillWorkerConfig::new(worker_id(&args.worker, "prefill"), engine);
     config.kv_transport = kv_transport;
+    config.kv_wire = args.wire.kv_wire;
     config.nixl = nixl(&args.transport)?;
     config.listen = args.worker.listen;
     config.advertise.clone_from(&args.worker.advertise);

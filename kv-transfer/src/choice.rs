@@ -80,6 +80,44 @@ impl FromStr for TransportChoice {
     }
 }
 
+/// What K and V are on the wire between two hosts, as an operator says it.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WireChoice {
+    /// What the pool stores.
+    #[default]
+    Native,
+    /// `int8`, if the pool stores something wider.
+    Int8,
+}
+
+impl WireChoice {
+    /// Every choice.
+    pub const ALL: [Self; 2] = [Self::Native, Self::Int8];
+
+    /// As it is written.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Native => "native",
+            Self::Int8 => "int8",
+        }
+    }
+}
+
+impl fmt::Display for WireChoice {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for WireChoice {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let found = Self::ALL.into_iter().find(|choice| choice.name() == text);
+        found.ok_or_else(|| "give native or int8".to_owned())
+    }
+}
+
 impl From<TransportKind> for Transport {
     fn from(kind: TransportKind) -> Self {
         match kind {
@@ -107,6 +145,10 @@ mod tests {
             let choice: TransportChoice = text.parse().unwrap();
             assert_eq!((choice.kinds(), choice.to_string()), (kinds, text.into()));
         }
+        for choice in WireChoice::ALL {
+            assert_eq!(choice.name().parse(), Ok(choice));
+        }
+        assert!("int4".parse::<WireChoice>().is_err());
         assert!("shm".parse::<TransportChoice>().is_err());
     }
 }

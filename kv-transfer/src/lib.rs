@@ -56,7 +56,7 @@ pub mod ticket;
 mod transport;
 mod wake;
 
-pub use choice::TransportChoice;
+pub use choice::{TransportChoice, WireChoice};
 pub use data_port::{DataPort, DataPortConfig};
 pub use environment::Environment;
 pub use error::{Error, Refusal};

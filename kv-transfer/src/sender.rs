@@ -16,6 +16,7 @@ pub(crate) mod source;
 pub mod state;
 pub(crate) mod transfer;
 mod window;
+pub mod wire;
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -30,6 +31,7 @@ use rustls::pki_types::ServerName;
 
 pub use state::SenderState;
 pub use transfer::Transfer;
+pub use wire::WireForm;
 
 use crate::codec::PAYLOAD_BYTES_MAX;
 use crate::environment::Environment;
@@ -248,13 +250,42 @@ impl Sender {
     /// [`Error::Full`] beyond `transfers_max`; [`Error::Unreachable`] if no configured
     /// transport fits the target; [`Error::Io`] if no thread can be started.
     pub fn open(&self, target: LaneTarget, layout: impl Into<Opening>) -> Result<Transfer, Error> {
-        let opening = layout.into();
+        let peer = self.peer(&target)?;
+        self.open_to(peer, target, layout.into(), None)
+    }
+
+    /// As [`Sender::open`], with parts that have another form on the wire. Only TCP is a
+    /// wire: it is what the transfer goes over.
+    ///
+    /// # Errors
+    /// As [`Sender::open`].
+    pub fn open_as(&self, target: LaneTarget, form: &WireForm) -> Result<Transfer, Error> {
+        let peer = match self.peer(&target)? {
+            peer if is_wire(&peer) => peer,
+            _ => self.by_tcp(&target).map(Peer::Tcp).ok_or_else(|| {
+                Error::Unreachable("it has no data address to go to over tcp".to_owned())
+            })?,
+        };
+        self.open_to(peer, target, form.opening(), Some(form.clone()))
+    }
+
+    /// Whether a transfer to `target` goes over TCP.
+    pub fn goes_over_tcp(&self, target: &LaneTarget) -> bool {
+        self.peer(target).is_ok_and(|peer| is_wire(&peer))
+    }
+
+    fn open_to(
+        &self,
+        peer: Peer,
+        target: LaneTarget,
+        opening: Opening,
+        form: Option<WireForm>,
+    ) -> Result<Transfer, Error> {
         let Lanes {
             config,
             transfers_open,
             ..
         } = &*self.lanes;
-        let peer = self.peer(&target)?;
         let limit = config.transfers_max;
         if transfers_open.load(Ordering::Relaxed) >= limit {
             return Err(Error::Full {
@@ -269,9 +300,8 @@ impl Sender {
             let open = Arc::clone(transfers_open);
             let (target, now) = (target.clone(), config.environment.now());
             let opening = opening.clone();
-            Arc::new(TransferShared::new(
-                config, target, opening, bell, open, now,
-            ))
+            let shared = TransferShared::new(config, target, opening, bell, open, now);
+            Arc::new(shared.in_form(form.clone()))
         };
         if let Some(lane) = lanes.get(&key) {
             let shared = transfer(lane.bell().clone());
@@ -366,6 +396,15 @@ impl Sender {
     /// Transfers that have not ended, or whose lane has not let go of them.
     pub fn transfers_open(&self) -> usize {
         self.lanes.transfers_open.load(Ordering::Relaxed)
+    }
+}
+
+fn is_wire(peer: &Peer) -> bool {
+    match peer {
+        Peer::Tcp(_) => true,
+        #[cfg(feature = "test-support")]
+        Peer::Mem(_) => true,
+        Peer::Loopback(_) | Peer::Nixl(_) | Peer::Shared { .. } => false,
     }
 }
 

@@ -75,7 +75,7 @@ impl RawHeader {
         if self.magic_is_right.yes() {
             bytes[..5].copy_from_slice(b"BTNF\x01");
         }
-        bytes[5] = self.kind % 17;
+        bytes[5] = self.kind % 19;
         bytes[6..60].copy_from_slice(&self.fields);
         if self.length_is_right.yes() {
             bytes[48..52].copy_from_slice(&(payload.len() as u32).to_le_bytes());

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use baton_engine::config::EngineConfig;
-use baton_kv_transfer::{NixlLibrary, TransportChoice};
+use baton_kv_transfer::{NixlLibrary, TransportChoice, WireChoice};
 use baton_proto::WorkerId;
 use baton_proto::transport::TlsSettings;
 
@@ -22,6 +22,8 @@ pub struct PrefillWorkerConfig {
     pub engine: EngineConfig,
     /// How KV leaves. Memory is shared only if the engine's pools are lendable. Default auto.
     pub kv_transport: TransportChoice,
+    /// What K and V are over TCP, for requests that need not be exact. Default native.
+    pub kv_wire: WireChoice,
     /// For [`TransportChoice::Nixl`], which is TCP without it. Default `None`.
     pub nixl: Option<NixlLibrary>,
     /// How long a draining worker lets its prompts and handoffs run.
@@ -42,6 +44,7 @@ impl PrefillWorkerConfig {
             tls: TlsSettings::default(),
             engine,
             kv_transport: TransportChoice::default(),
+            kv_wire: WireChoice::default(),
             nixl: None,
             drain_grace: Duration::from_secs(30),
             topology: String::new(),

@@ -112,7 +112,12 @@ impl RequestTask {
     pub(crate) async fn run(mut self) {
         let target = self.lane.target.clone();
         let opening = self.lane.opening.clone();
-        let transfer = match self.shared.sender.open(target, opening) {
+        let sender = &self.shared.sender;
+        let opened = match &self.lane.form {
+            Some(form) => sender.open_as(target, form),
+            None => sender.open(target, opening),
+        };
+        let transfer = match opened {
             Ok(transfer) => transfer,
             Err(error) => {
                 let error = transfer_error(&error);
@@ -225,7 +230,10 @@ impl RequestTask {
                 format!("layer {layer} is not in kv group {group}"),
             )
         })?;
-        self.bytes += bytes;
+        self.bytes += match &self.lane.form {
+            Some(form) => u64::from(form.part_bytes()) * sources.len() as u64,
+            None => bytes,
+        };
         let pushed = self
             .unless_over(transfer.push(group, layer, &sources))
             .await?;

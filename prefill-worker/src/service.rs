@@ -13,7 +13,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::request::RequestTask;
-use crate::ship::parse_lane;
+use crate::ship::{Ours, parse_lane};
 use crate::worker::Shared;
 
 /// Events that may wait for the router: a request sends at most four.
@@ -42,11 +42,15 @@ impl PrefillWorker for Service {
             .map_err(|error| to_status(&error))?;
         let id = order.request_id.clone();
         let layout = shared.engine.layout();
-        let lane = parse_lane(lane, &order, layout, &shared.config.tls, |token| {
-            shared.sender.stays_in_process(token)
-        })
-        .await
-        .map_err(|error| to_status(&error))?;
+        let ours = Ours {
+            layout,
+            form: shared.form.as_ref(),
+            tls: &shared.config.tls,
+            sender: &shared.sender,
+        };
+        let lane = parse_lane(lane, &order, ours)
+            .await
+            .map_err(|error| to_status(&error))?;
         let stop = shared
             .live()
             .start(&id, order.fence.clone(), Instant::now().into_std())

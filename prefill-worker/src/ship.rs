@@ -1,15 +1,17 @@
 //! From the engine's ready layers to what a lane reads, and from the router's lane
-//! to where it goes.
+//! to where it goes, and as what.
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use baton_engine::api::OrdinalRange;
-use baton_engine::kv::KvMemory;
-use baton_kv_transfer::sender::{LaneTarget, SourceBlock};
-use baton_kv_transfer::{LaneKey, Opening, ProcessToken, Ticket};
+use baton_engine::kv::{KvMemory, LayerConverter};
+use baton_kv_transfer::receiver::Convert;
+use baton_kv_transfer::sender::{LaneTarget, Sender, SourceBlock, WireForm};
+use baton_kv_transfer::{LaneKey, Opening, ProcessToken, Ticket, WireChoice};
 use baton_proto::kv_layout::KvLayout;
-use baton_proto::relayout::{Fit, Relayout};
+use baton_proto::relayout::{Fit, KvRun, Relayout, int8_on_wire};
 use baton_proto::transport::TlsSettings;
 use baton_proto::work::WorkOrder;
 use baton_proto::{Attempt, Epoch, Error, v1};
@@ -19,8 +21,49 @@ pub(crate) struct Lane {
     pub(crate) target: LaneTarget,
     /// What the receiver is told of this worker's layout.
     pub(crate) opening: Opening,
+    /// What parts are on the wire, if that is not what the pool stores.
+    pub(crate) form: Option<WireForm>,
     /// In this worker's ordinals.
     pub(crate) ship: Vec<OrdinalRange>,
+}
+
+/// Rounds what this worker stores as its engine would.
+struct Rounded(LayerConverter);
+
+impl Convert for Rounded {
+    fn convert(&self, source: &[u8], target: &mut [u8], run: KvRun) {
+        self.0.convert(source, target, run);
+    }
+}
+
+/// What parts of a pool laid out as `own` are on the wire; `None` as they are stored, also
+/// where another form would not be smaller.
+///
+/// # Errors
+/// Whatever the engine says that cannot round such heads.
+pub(crate) fn wire_form(choice: WireChoice, own: &KvLayout) -> Result<Option<WireForm>, Error> {
+    let form = match choice {
+        WireChoice::Native => None,
+        WireChoice::Int8 => int8_on_wire(own),
+    };
+    let Some(form) = form else {
+        return Ok(None);
+    };
+    let relayout = Relayout::between(own, &form)?;
+    let converter = LayerConverter::new(&relayout)
+        .map_err(|error| Error::new(error.kind(), error.to_string()))?;
+    let form = WireForm::new(&relayout, Arc::new(Rounded(converter)))
+        .map_err(|error| Error::invalid("kv_wire", error.to_string()))?;
+    Ok(Some(form))
+}
+
+/// This worker's end of every lane.
+#[derive(Clone, Copy)]
+pub(crate) struct Ours<'a> {
+    pub(crate) layout: &'a KvLayout,
+    pub(crate) form: Option<&'a WireForm>,
+    pub(crate) tls: &'a TlsSettings,
+    pub(crate) sender: &'a Sender,
 }
 
 /// Checks a lane against this worker's layout and TLS settings, and resolves its address.
@@ -32,40 +75,50 @@ pub(crate) struct Lane {
 pub(crate) async fn parse_lane(
     wire: v1::Lane,
     order: &WorkOrder,
-    layout: &KvLayout,
-    tls: &TlsSettings,
-    stays_in_process: impl FnOnce(ProcessToken) -> bool,
+    ours: Ours<'_>,
 ) -> Result<Lane, Error> {
     let theirs = KvLayout::from_json(wire.layout_json.as_bytes())
         .map_err(|error| Error::invalid("lane.layout_json", error.to_string()))?;
-    let relayout = meet(layout, &theirs, order.exact)?;
+    let relayout = meet(ours.layout, &theirs, order.exact)?;
     let tokens = order.prompt.len() as u32;
     let malformed = |field: &str| Error::invalid(field, "has the wrong length");
     let deadline = Duration::from_millis(wire.deadline_ms);
     let process_token = ProcessToken::from_bytes(&wire.process_token)
         .ok_or_else(|| malformed("lane.process_token"))?;
-    if !stays_in_process(process_token) {
+    let tls = ours.tls;
+    if !ours.sender.stays_in_process(process_token) {
         check_tls(&wire, tls.is_enabled())?;
     }
-    Ok(Lane {
-        ship: ranges(&wire.wanted, &relayout, tokens)?,
-        opening: Opening::towards(layout, &theirs),
-        target: LaneTarget {
-            data_address: resolve(&wire.data_address).await?,
-            server_name: match tls.is_enabled() && !wire.data_address.is_empty() {
-                true => Some(tls.expected_name(&wire.data_address)?),
-                false => None,
-            },
-            process_token,
-            lane_key: LaneKey::from_bytes(&wire.lane_key)
-                .ok_or_else(|| malformed("lane.lane_key"))?,
-            ticket: Ticket::from_bytes(&wire.ticket).ok_or_else(|| malformed("lane.ticket"))?,
-            epoch: Epoch(wire.epoch),
-            attempt: Attempt(wire.attempt),
-            request_id: order.request_id.clone(),
-            deadline: order.deadline.map_or(deadline, |left| left.min(deadline)),
+    let target = LaneTarget {
+        data_address: resolve(&wire.data_address).await?,
+        server_name: match tls.is_enabled() && !wire.data_address.is_empty() {
+            true => Some(tls.expected_name(&wire.data_address)?),
+            false => None,
         },
+        process_token,
+        lane_key: LaneKey::from_bytes(&wire.lane_key).ok_or_else(|| malformed("lane.lane_key"))?,
+        ticket: Ticket::from_bytes(&wire.ticket).ok_or_else(|| malformed("lane.ticket"))?,
+        epoch: Epoch(wire.epoch),
+        attempt: Attempt(wire.attempt),
+        request_id: order.request_id.clone(),
+        deadline: order.deadline.map_or(deadline, |left| left.min(deadline)),
+    };
+    let form = ours.form.filter(|_| ours.sender.goes_over_tcp(&target));
+    let form = form.and_then(|form| on_wire(form, &theirs, order.exact));
+    let relayout = form.as_ref().map_or(&relayout, |(_, relayout)| relayout);
+    Ok(Lane {
+        ship: ranges(&wire.wanted, relayout, tokens)?,
+        opening: Opening::towards(ours.layout, &theirs),
+        form: form.map(|(form, _)| form),
+        target,
     })
+}
+
+/// The form, and how the receiver takes it; `None` for what travels as it is stored: tokens
+/// that have to be exact, and whatever the receiver would not take.
+fn on_wire(form: &WireForm, theirs: &KvLayout, exact: bool) -> Option<(WireForm, Relayout)> {
+    let relayout = Relayout::between(form.layout(), theirs).ok()?;
+    (!exact).then(|| (form.clone(), relayout))
 }
 
 /// How a receiver laid out as `theirs` takes this worker's blocks. The router asked the
@@ -235,6 +288,24 @@ mod tests {
         let relayout = meet(&layout(16, KvDtype::F16), &layout(32, KvDtype::F16), true).unwrap();
         let error = ranges(&[wanted(1, 0, 1)], &relayout, 100).unwrap_err();
         assert_eq!(error.field, "lane.wanted");
+    }
+
+    #[test]
+    fn int8_travels_for_what_need_not_be_exact_to_whoever_takes_it() {
+        let own = layout(16, KvDtype::F16);
+        let form = wire_form(WireChoice::Int8, &own).unwrap().unwrap();
+        for theirs in [layout(16, KvDtype::F16), layout(64, KvDtype::Int4)] {
+            assert!(on_wire(&form, &theirs, false).is_some());
+            assert!(on_wire(&form, &theirs, true).is_none());
+        }
+        let silent = KvLayout {
+            origin: None,
+            ..own.clone()
+        };
+        assert!(on_wire(&form, &silent, false).is_none());
+        assert!(wire_form(WireChoice::Native, &own).unwrap().is_none());
+        let narrow = layout(16, KvDtype::Int4);
+        assert!(wire_form(WireChoice::Int8, &narrow).unwrap().is_none());
     }
 
     #[test]

@@ -20,6 +20,7 @@ use baton_proto::{Epoch, v1};
 use crate::config::PrefillWorkerConfig;
 use crate::metrics::Metrics;
 use crate::service::Service;
+use crate::ship::wire_form;
 use crate::worker::{Error, Parts, Shared, record};
 
 /// What a simulator gives.
@@ -62,6 +63,7 @@ impl SimulatedWorker {
             network: Some(outside.network.clone()),
             ..SenderConfig::new(regions(&engine))
         });
+        let form = wire_form(config.kv_wire, engine.layout())?;
         let shared = Shared::new(Parts {
             config,
             epoch: outside.epoch,
@@ -69,6 +71,7 @@ impl SimulatedWorker {
             engine,
             routes,
             sender,
+            form,
             metrics,
         });
         shared.set_ready();

@@ -16,7 +16,7 @@ use baton_engine::kv::PoolSharing;
 use baton_engine::model::Model;
 use baton_engine::routes::EventRoutes;
 use baton_kv_transfer::pool::regions_of;
-use baton_kv_transfer::sender::{Sender, SenderConfig};
+use baton_kv_transfer::sender::{Sender, SenderConfig, WireForm};
 use baton_kv_transfer::{NixlError, NixlLender, RegionTable, SharedMemory, TransportChoice};
 use baton_membership::{Capacity, Membership, Registration, Role, WorkerRecord};
 use baton_observability::tls_listener::HTTP_ALPN;
@@ -36,6 +36,7 @@ use tonic::service::RoutesBuilder;
 use crate::config::PrefillWorkerConfig;
 use crate::metrics::Metrics;
 use crate::service::Service;
+use crate::ship::wire_form;
 
 /// Why a worker could not start or had to stop.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +60,8 @@ pub(crate) struct Shared {
     pub(crate) engine: Engine,
     pub(crate) routes: Arc<EventRoutes>,
     pub(crate) sender: Sender,
+    /// What parts may be on the wire, if that is not what the pool stores.
+    pub(crate) form: Option<WireForm>,
     pub(crate) metrics: Metrics,
     pub(crate) tasks: TaskTracker,
     live: Mutex<LiveRequests>,
@@ -80,6 +83,8 @@ pub(crate) struct Parts {
     pub(crate) engine: Engine,
     pub(crate) routes: Arc<EventRoutes>,
     pub(crate) sender: Sender,
+    /// What parts may be on the wire, if that is not what the pool stores.
+    pub(crate) form: Option<WireForm>,
     pub(crate) metrics: Metrics,
 }
 
@@ -110,6 +115,7 @@ impl Shared {
                 engine: parts.engine,
                 routes: parts.routes,
                 sender: parts.sender,
+                form: parts.form,
                 metrics: parts.metrics,
                 tasks: TaskTracker::new(),
                 live: Mutex::default(),
@@ -249,6 +255,7 @@ impl PrefillWorker {
             nixl: lender(&config, regions.clone()).await?,
             ..SenderConfig::new(regions)
         });
+        let form = wire_form(config.kv_wire, engine.layout())?;
         let (listener, control) = transport::listen("listen", config.listen).await?;
         let (admin_listener, admin) = match config.admin_listen {
             Some(address) => {
@@ -264,6 +271,7 @@ impl PrefillWorker {
             engine,
             routes,
             sender,
+            form,
             metrics,
         });
 

@@ -29,7 +29,8 @@
 use std::ops::Range;
 
 use crate::error::Error;
-use crate::kv_layout::{KvLayout, SPAN_TOKENS, mismatch};
+use crate::ids::NumericsId;
+use crate::kv_layout::{KvDtype, KvLayout, SPAN_TOKENS, mismatch};
 
 /// How two layouts go together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -250,6 +251,21 @@ impl Relayout {
             })
         })
     }
+}
+
+/// A pool of `own`'s blocks and heads that stores `int8`: what its parts may be on a slow
+/// wire, for half the bytes of f16. Its bits are those of no pool, so its numerics id is its
+/// own. `None` where nothing would be gained (the pool stores no more), and for a worker
+/// that does not tell where its values come from, which meets no other bits.
+pub fn int8_on_wire(own: &KvLayout) -> Option<KvLayout> {
+    let dtype = KvDtype::Int8;
+    let form = KvLayout {
+        dtype,
+        scale_group: dtype.scale_group(),
+        numerics: NumericsId::derive(&[b"on the wire", dtype.name().as_bytes(), &own.numerics.0]),
+        ..own.clone()
+    };
+    (own.origin.is_some() && form.layer_bytes() < own.layer_bytes()).then_some(form)
 }
 
 /// Whether two numerics ids differ by the type of K and V alone.

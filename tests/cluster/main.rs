@@ -4,6 +4,7 @@ mod bad_input;
 mod clients_gone;
 mod grpc_api;
 mod http_api;
+mod kv_wire;
 mod openai_client;
 mod processes;
 mod relayout;

@@ -590,7 +590,7 @@ fn fill_frame(
         NextFrame::Later => return Filled::Later,
         NextFrame::Nothing => {}
         NextFrame::Frame(plan) => {
-            let source = Source::new(Arc::clone(shared), plan.extents);
+            let mut source = Source::new(Arc::clone(shared), plan.extents);
             // Refused only if the transfer ended since the plan was made.
             let Some(crcs) = source.checksums() else {
                 return Filled::Nothing;
@@ -608,7 +608,7 @@ fn fill_frame(
         }
     }
     while let Some((range, extents)) = shared.update_quietly(|inner| inner.state.next_unchecked()) {
-        let source = Source::new(Arc::clone(shared), extents);
+        let mut source = Source::new(Arc::clone(shared), extents);
         let Some(crcs) = source.checksums() else {
             return Filled::Nothing;
         };

@@ -11,7 +11,8 @@ use std::sync::Arc;
 use baton_proto::kv_layout::ByteExtent;
 
 use super::transfer::{ReadGuard, TransferShared};
-use crate::part::Crc32c;
+use super::wire::Made;
+use crate::part::{Crc32c, crc32c};
 use crate::region;
 use crate::streaming::{self, Ahead, Run};
 
@@ -22,21 +23,28 @@ pub(crate) struct Source {
     transfer: Arc<TransferShared>,
     extents: Vec<ByteExtent>,
     len: usize,
+    /// The bytes that travel, if those are not the blocks' own.
+    made: Option<Made>,
 }
 
 impl Source {
     /// A payload of extents that were pushed to `transfer` (and checked by `push`).
     pub(crate) fn new(transfer: Arc<TransferShared>, extents: Vec<ByteExtent>) -> Self {
-        let len = extents.iter().map(|extent| extent.len as usize).sum();
+        let len = match transfer.form() {
+            Some(form) => form.part_bytes() as usize * extents.len(),
+            None => extents.iter().map(|extent| extent.len as usize).sum(),
+        };
         Self {
             transfer,
             extents,
             len,
+            made: None,
         }
     }
 
-    /// Where the payload lies.
+    /// Where the payload lies, if it travels as it is stored.
     pub(crate) fn extents(&self) -> &[ByteExtent] {
+        debug_assert!(self.transfer.form().is_none());
         &self.extents
     }
 
@@ -76,12 +84,21 @@ impl Source {
         with(&slices)
     }
 
-    /// CRC-32C of every part; `None` once the transfer has ended.
-    pub(crate) fn checksums(&self) -> Option<Vec<u32>> {
+    /// CRC-32C of every part as it travels, which is decided here: a part that has another
+    /// form on the wire is made now. `None` once the transfer has ended.
+    pub(crate) fn checksums(&mut self) -> Option<Vec<u32>> {
         let borrowed = self.borrow(0);
         borrowed.guard.as_ref()?;
         let mut slices = Vec::with_capacity(self.extents.len());
-        borrowed.slices(usize::MAX, &mut slices);
+        borrowed.stored(0, usize::MAX, &mut slices);
+        if let Some(form) = self.transfer.form() {
+            let made = form.make(&slices);
+            drop(borrowed);
+            let parts = made.bytes().chunks_exact(form.part_bytes() as usize);
+            let crcs = parts.map(crc32c).collect();
+            self.made = Some(made);
+            return Some(crcs);
+        }
         let runs = slices
             .iter()
             .map(|slice| Run::new(slice.as_ptr(), slice.len()));
@@ -113,7 +130,7 @@ impl Borrowed<'_> {
 
     /// Appends the pieces, until `slices` holds `pieces_max`.
     pub(crate) fn slices<'b>(&'b self, pieces_max: usize, slices: &mut Vec<&'b [u8]>) {
-        let mut skip = self.from;
+        let skip = self.from;
         if self.guard.is_none() {
             let mut left = self.source.len - skip;
             while left > 0 && slices.len() < pieces_max {
@@ -123,6 +140,21 @@ impl Borrowed<'_> {
             }
             return;
         }
+        if self.source.transfer.form().is_none() {
+            return self.stored(skip, pieces_max, slices);
+        }
+        // Before they are made, nothing travels.
+        if let Some(made) = &self.source.made
+            && slices.len() < pieces_max
+        {
+            slices.push(&made.bytes()[skip..]);
+        }
+    }
+
+    /// Appends pieces of the blocks from `skip` on, until `slices` holds `pieces_max`.
+    /// The guard is held.
+    fn stored<'b>(&'b self, mut skip: usize, pieces_max: usize, slices: &mut Vec<&'b [u8]>) {
+        debug_assert!(self.guard.is_some());
         for extent in &self.source.extents {
             let len = extent.len as usize;
             if skip >= len {
@@ -189,7 +221,7 @@ mod tests {
     #[test]
     fn blocks_of_an_ended_transfer_are_not_read_but_keep_their_length() {
         let shared = transfer(b"0123456789");
-        let source = Source::new(Arc::clone(&shared), vec![extent(4, 4), extent(0, 2)]);
+        let mut source = Source::new(Arc::clone(&shared), vec![extent(4, 4), extent(0, 2)]);
         assert_eq!(source.with_slices(2, |slices| slices.concat()), b"6701");
         assert_eq!(source.checksums().map(|crcs| crcs.len()), Some(2));
         shared.update(|inner| inner.state.abort("enough"));

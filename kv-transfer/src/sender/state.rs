@@ -93,6 +93,8 @@ pub struct SenderState {
     limits: Limits,
     deadline: Instant,
     parts: Parts,
+    /// Bytes of every part on the wire, if that is not what it has in memory.
+    part_bytes: Option<u32>,
     /// Ranges of queued parts, in the order in which they were pushed or asked for.
     queue: VecDeque<PartRange>,
     queued_parts: usize,
@@ -122,6 +124,7 @@ impl SenderState {
             limits,
             deadline: now + deadline,
             parts: Parts::default(),
+            part_bytes: None,
             queue: VecDeque::new(),
             queued_parts: 0,
             queued_bytes: 0,
@@ -134,6 +137,11 @@ impl SenderState {
             said_at: None,
             totals: Totals::default(),
         }
+    }
+
+    /// Every part has so many bytes on the wire. Before anything is pushed.
+    pub fn set_part_bytes(&mut self, bytes: Option<u32>) {
+        self.part_bytes = bytes;
     }
 
     pub fn phase(&self) -> &Phase {
@@ -224,7 +232,7 @@ impl SenderState {
             };
             parts.push(Part::new(block, phase));
             if !held {
-                self.enqueue(key, block.extent.len);
+                self.enqueue(key, self.part_bytes.unwrap_or(block.extent.len));
             }
         }
         self.parts.insert(group, layer, parts.into_iter());
@@ -274,7 +282,7 @@ impl SenderState {
         for (key, part) in self.parts.iter_mut() {
             if missing.contains(key) {
                 part.phase = PartPhase::Queued;
-                queued.push((key, part.extent.len));
+                queued.push((key, self.part_bytes.unwrap_or(part.extent.len)));
             } else {
                 part.phase = PartPhase::Held;
             }
@@ -328,7 +336,7 @@ impl SenderState {
             ..head
         };
         for part in self.parts.run(candidates) {
-            let bytes = plan.bytes + u64::from(part.extent.len);
+            let bytes = plan.bytes + u64::from(self.part_bytes.unwrap_or(part.extent.len));
             if plan.range.count > 0 && bytes > bytes_max {
                 break;
             }
@@ -342,7 +350,8 @@ impl SenderState {
         for part in self.parts.run_mut(plan.range) {
             part.phase = PartPhase::Sent;
             if std::mem::replace(&mut part.sent_before, true) {
-                self.totals.bytes_resent += u64::from(part.extent.len);
+                let bytes = self.part_bytes.unwrap_or(part.extent.len);
+                self.totals.bytes_resent += u64::from(bytes);
             }
         }
         self.queued_parts -= plan.range.count as usize;
@@ -369,7 +378,8 @@ impl SenderState {
             return false;
         };
         let first = self.parts.run(PartRange { count: 1, ..*head }).first();
-        first.is_some_and(|part| self.window.is_full(part.extent.len))
+        let bytes = first.map(|part| self.part_bytes.unwrap_or(part.extent.len));
+        bytes.is_some_and(|bytes| self.window.is_full(bytes))
     }
 
     /// When to ask what is missing, because the window stays full.
@@ -552,7 +562,7 @@ impl SenderState {
             && part.phase != PartPhase::Queued
         {
             part.phase = PartPhase::Queued;
-            let len = part.extent.len;
+            let len = self.part_bytes.unwrap_or(part.extent.len);
             self.enqueue(key, len);
             // It was due before.
             self.gathering = Gathering::Leaving;

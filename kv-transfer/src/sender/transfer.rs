@@ -11,6 +11,7 @@ use bytes::Bytes;
 use tokio::sync::Notify;
 
 use super::state::{AbortCause, Limits, Phase, SenderState};
+use super::wire::WireForm;
 use super::{
     CommitOutcome, LaneTarget, SenderConfig, SourceBlock, TransferStatistics, TransportKind,
 };
@@ -32,6 +33,8 @@ pub(crate) struct TransferShared {
     bell: Bell,
     opened_at: Instant,
     open: Arc<AtomicUsize>,
+    /// What parts become on the wire; `None` as they are stored.
+    form: Option<WireForm>,
 }
 
 pub(crate) struct Inner {
@@ -97,7 +100,20 @@ impl TransferShared {
             bell,
             opened_at: now,
             open,
+            form: None,
         }
+    }
+
+    /// The same, with parts that have another form on the wire. Before anything is pushed.
+    pub(crate) fn in_form(mut self, form: Option<WireForm>) -> Self {
+        let part_bytes = form.as_ref().map(WireForm::part_bytes);
+        self.lock().state.set_part_bytes(part_bytes);
+        self.form = form;
+        self
+    }
+
+    pub(crate) fn form(&self) -> Option<&WireForm> {
+        self.form.as_ref()
     }
 
     fn now(&self) -> Instant {
@@ -215,8 +231,15 @@ impl Transfer {
     /// # Cancel safety
     /// Dropped early, nothing of this call was queued.
     pub async fn push(&self, group: u16, layer: u32, blocks: &[SourceBlock]) -> Result<(), Error> {
+        let stored = self.shared.form().map(WireForm::stored_bytes);
         for block in blocks {
             region::check(self.shared.regions(), block.extent)?;
+            if let Some(stored) = stored.filter(|stored| *stored != block.extent.len as usize) {
+                return Err(Error::Invalid(format!(
+                    "a part of `{}` bytes has no form on the wire: parts have `{stored}`",
+                    block.extent.len
+                )));
+            }
         }
         let pushed = self
             .shared

@@ -32,7 +32,8 @@
 //! | duplicate commit | twice, later again, or again because the answer was lost | as well | | the right bytes, once |
 //! | layout mismatch | yes | yes | | an error, with no byte placed |
 //!
-//! Every kind also runs 10 times in memory between workers of other layouts (`relaid`).
+//! Every kind also runs 10 times in memory between workers of other layouts (`relaid`), half
+//! of them with parts that have another form on the wire.
 //! There a damaged or fenced frame must not have touched a block at all.
 //!
 //! `mem` is one thread in virtual time ([`baton_kv_transfer::mem`]): a seed fixes every

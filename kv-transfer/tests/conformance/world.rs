@@ -88,7 +88,11 @@ impl World {
         let in_flight_parts_max = rng.random_range(4..200);
         let relaid = (seed >= relaid::SEEDS).then(|| {
             let block_size = if rng.random_bool(0.2) { 128 } else { 16 };
-            Relaid::new(layers, block_size)
+            let relaid = Relaid::new(layers, block_size);
+            match seed % 2 {
+                0 => relaid,
+                _ => relaid.on_wire(),
+            }
         });
         let mut world = match relaid {
             // Their parts are small, whatever was drawn above.
@@ -448,11 +452,14 @@ impl World {
             deadline: plan.sent_deadline,
         };
         let handle = self.prefills[sender].sender.as_ref().unwrap();
-        let opening = match &self.relaid {
-            Some(relaid) if plan.layout == LAYOUT => relaid.opening(),
-            _ => plan.layout.into(),
+        let transfer = match &self.relaid {
+            Some(relaid) if plan.layout == LAYOUT => match &relaid.form {
+                Some(form) => handle.open_as(target, form),
+                None => handle.open(target, relaid.opening()),
+            },
+            _ => handle.open(target, plan.layout),
         };
-        let transfer = handle.open(target, opening).unwrap();
+        let transfer = transfer.unwrap();
         let started = self.now();
         let layers = self.source.layers;
         let mut pushes = VecDeque::new();

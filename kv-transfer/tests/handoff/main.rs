@@ -12,3 +12,4 @@ mod pair;
 mod relayout;
 mod soak;
 mod tls;
+mod wire;

@@ -13,7 +13,7 @@ use baton_kv_transfer::receiver::{
     Receiver, ReceiverConfig, Regrant, RegrantRequest, Senders, Terminal, event,
 };
 use baton_kv_transfer::sender::{
-    CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, Transfer, TransportKind,
+    CommitOutcome, LaneTarget, Sender, SenderConfig, SourceBlock, Transfer, TransportKind, WireForm,
 };
 use baton_kv_transfer::{DataPort, DataPortConfig, LayoutDigest, Opening, Refusal, Ticket};
 use baton_proto::kv_layout::{
@@ -33,7 +33,7 @@ const WINDOW: u32 = 30;
 /// Blocks of a pool.
 const BLOCKS: u32 = 64;
 
-fn layout(block_size: u32, dtype: KvDtype) -> KvLayout {
+pub fn layout(block_size: u32, dtype: KvDtype) -> KvLayout {
     let group = |kind, layers: &[u32]| KvGroup {
         kind,
         layers: layers.to_vec(),
@@ -61,7 +61,7 @@ fn layout(block_size: u32, dtype: KvDtype) -> KvLayout {
 }
 
 /// Heads 1 and 2.
-fn shard(layout: KvLayout) -> KvLayout {
+pub fn shard(layout: KvLayout) -> KvLayout {
     KvLayout {
         kv_heads: 2,
         shard: Some(KvShard {
@@ -126,24 +126,26 @@ impl Convert for Doubling {
     }
 }
 
-struct Setup {
-    via: Via,
-    sender: KvLayout,
-    receiver: KvLayout,
-    tokens: u32,
-    exact: bool,
+pub struct Setup {
+    pub via: Via,
+    pub sender: KvLayout,
+    pub receiver: KvLayout,
+    pub tokens: u32,
+    pub exact: bool,
     /// Positions that the receiver has already.
-    hit: u32,
+    pub hit: u32,
+    /// What parts become on the wire.
+    pub form: Option<WireForm>,
 }
 
 /// Both workers.
-struct Pair {
-    setup: Setup,
-    receiver: Receiver,
+pub struct Pair {
+    pub setup: Setup,
+    pub receiver: Receiver,
     events: UnboundedReceiver<Event>,
     port: Option<DataPort>,
-    proxy: Option<FaultProxy>,
-    sender: Sender,
+    pub proxy: Option<FaultProxy>,
+    pub sender: Sender,
     source: Vec<Arc<Arena>>,
     destination: Vec<Arc<Arena>>,
     /// Block ids by group and ordinal.
@@ -151,7 +153,7 @@ struct Pair {
 }
 
 impl Pair {
-    fn new(setup: Setup, seed: u64) -> Self {
+    pub fn new(setup: Setup, seed: u64) -> Self {
         let mut rng = StdRng::seed_from_u64(seed);
         let shared = setup.via == Via::Shared;
         let mut arenas = |layout: &KvLayout, shared| -> Vec<Arc<Arena>> {
@@ -202,6 +204,9 @@ impl Pair {
             Via::Shared => TransportKind::SharedMemory,
             _ => TransportKind::Tcp,
         }];
+        if setup.form.is_some() {
+            config.transports.push(TransportKind::Tcp);
+        }
         config.silence_max = Duration::from_secs(5);
         config.reconnect_max = Duration::from_secs(8);
         let pair = Self {
@@ -231,7 +236,7 @@ impl Pair {
         }
     }
 
-    fn grant(&self) -> Ticket {
+    pub fn grant(&self) -> Ticket {
         let layout = &self.setup.receiver;
         let group = |(group, blocks): (usize, &BTreeMap<u32, u32>)| {
             let layers = layout.groups[group].layers.clone();
@@ -261,9 +266,20 @@ impl Pair {
         self.receiver.grant(request).unwrap().ticket
     }
 
-    fn open(&self, ticket: Ticket, attempt: u32, layout: &KvLayout) -> Transfer {
+    pub fn open(&self, ticket: Ticket, attempt: u32, layout: &KvLayout) -> Transfer {
+        let target = self.target(ticket, attempt);
+        match &self.setup.form {
+            Some(form) => self.sender.open_as(target, form).unwrap(),
+            None => {
+                let opening = Opening::towards(layout, &self.setup.receiver);
+                self.sender.open(target, opening).unwrap()
+            }
+        }
+    }
+
+    pub fn target(&self, ticket: Ticket, attempt: u32) -> LaneTarget {
         let address = self.port.as_ref().map(DataPort::local_address);
-        let target = LaneTarget {
+        LaneTarget {
             data_address: self.proxy.as_ref().map(FaultProxy::address).or(address),
             server_name: None,
             process_token: self.receiver.process_token(),
@@ -273,13 +289,11 @@ impl Pair {
             attempt: Attempt(attempt),
             request_id: RequestId::from("r"),
             deadline: Duration::from_secs(20),
-        };
-        let opening = Opening::towards(layout, &self.setup.receiver);
-        self.sender.open(target, opening).unwrap()
+        }
     }
 
     /// Pushes what a sender laid out as `layout` has to, but for the layers in `without`.
-    async fn push(&self, transfer: &Transfer, layout: &KvLayout, without: &[u32]) {
+    pub async fn push(&self, transfer: &Transfer, layout: &KvLayout, without: &[u32]) {
         let Ok(relayout) = Relayout::between(layout, &self.setup.receiver) else {
             return;
         };
@@ -305,7 +319,7 @@ impl Pair {
         }
     }
 
-    async fn hand_off(&self) -> CommitOutcome {
+    pub async fn hand_off(&self) -> CommitOutcome {
         let transfer = self.open(self.grant(), 1, &self.setup.sender);
         self.push(&transfer, &self.setup.sender, &[]).await;
         let outcome = transfer.commit(Bytes::from_static(b"first")).await;
@@ -313,7 +327,7 @@ impl Pair {
         outcome
     }
 
-    async fn terminal(&mut self) -> EventKind {
+    pub async fn terminal(&mut self) -> EventKind {
         loop {
             let event = tokio::time::timeout(Duration::from_secs(15), self.events.recv()).await;
             let what = event.expect("no event in time").unwrap().what;
@@ -323,13 +337,13 @@ impl Pair {
         }
     }
 
-    fn snapshot(&self) -> Vec<Vec<u8>> {
+    pub fn snapshot(&self) -> Vec<Vec<u8>> {
         self.destination.iter().map(|arena| arena.bytes()).collect()
     }
 
     /// Every position that the text after the prompt attends to is there as this receiver
     /// would have written it; what was not granted is as in `before`.
-    fn assert_arrived(&self, before: &[Vec<u8>]) {
+    pub fn assert_arrived(&self, before: &[Vec<u8>]) {
         let layout = &self.setup.receiver;
         let spans = layout.block_size / SPAN_TOKENS;
         let now = self.snapshot();
@@ -365,7 +379,7 @@ impl Pair {
     }
 }
 
-fn extent(layout: &KvLayout, group: usize, block: u32, index: usize) -> ByteExtent {
+pub fn extent(layout: &KvLayout, group: usize, block: u32, index: usize) -> ByteExtent {
     let offset = block as usize * layout.block_bytes(group) + index * layout.layer_bytes();
     ByteExtent {
         offset: offset as u64,
@@ -374,7 +388,7 @@ fn extent(layout: &KvLayout, group: usize, block: u32, index: usize) -> ByteExte
     }
 }
 
-fn setup(via: Via, sender: KvLayout, receiver: KvLayout) -> Setup {
+pub fn setup(via: Via, sender: KvLayout, receiver: KvLayout) -> Setup {
     Setup {
         via,
         sender,
@@ -382,6 +396,7 @@ fn setup(via: Via, sender: KvLayout, receiver: KvLayout) -> Setup {
         tokens: 143,
         exact: false,
         hit: 0,
+        form: None,
     }
 }
 

@@ -323,3 +323,33 @@ fn layouts_of_older_workers_are_read() {
     let text = serde_json::to_string(&plain).unwrap();
     assert!(!text.contains("origin") && !text.contains("shard"));
 }
+
+#[test]
+fn int8_on_the_wire_is_taken_by_every_pool_of_the_same_values_and_for_exact_tokens_by_none() {
+    for own in KvDtype::ALL {
+        let own = layout(32, own);
+        let Some(form) = int8_on_wire(&own) else {
+            assert!(matches!(own.dtype, KvDtype::Int8 | KvDtype::Int4));
+            continue;
+        };
+        assert!(form.layer_bytes() < own.layer_bytes());
+        for theirs in KvDtype::ALL.map(|dtype| layout(16, dtype)) {
+            let relayout = Relayout::between(&form, &theirs).unwrap();
+            assert_eq!(relayout.fit(), Fit::OtherBits);
+            assert!(relayout.check_exact().is_err());
+            let native = Relayout::between(&own, &theirs).unwrap();
+            for tokens in [1, 31, 32, 100] {
+                let sent = |relayout: &Relayout| relayout.sent_ordinals(1, &(0..9), tokens);
+                assert_eq!(sent(&relayout), sent(&native));
+            }
+        }
+        let same = Relayout::between(&form, &own).unwrap();
+        assert_eq!(same.check_exact().unwrap_err().field, "kv_dtype");
+        assert_ne!(form.numerics, own.numerics);
+    }
+    let silent = KvLayout {
+        origin: None,
+        ..layout(16, KvDtype::F16)
+    };
+    assert_eq!(int8_on_wire(&silent), None);
+}
