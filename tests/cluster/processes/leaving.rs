@@ -1,8 +1,8 @@
 //! Workers that leave while streams run on them: what their grace time does not see the
 //! end of goes on elsewhere, and no client can tell.
 //!
-//! Seen to fail: with streams cut at the end of the grace time and charged as failures;
-//! with a worker that asks to be left once only, when nobody was there to take over.
+//! Seen to fail: with a router that does not hear that a worker leaves, and ends a stream
+//! with its worker.
 
 use std::time::Duration;
 

@@ -3,14 +3,17 @@
 //! Clients know both routers. One whose router goes takes what it has to the other one.
 //! Every answer is the oracle's, none is given up, and nothing but the going of a router
 //! is ever seen.
+//!
+//! Seen to fail: with a router that does not hear that a worker leaves.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_proto::status::from_status;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::{Error, ErrorKind, v1};
+use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 use baton_tests::transcript::{Transcript, Way};
 use baton_tests::{client, models};
@@ -35,15 +38,25 @@ const GONE: [&str; 6] = [
     "NO_DECODE_WORKER",
 ];
 
-/// One request, taken from router to router until it is whole; `broken` counts how often.
+/// What all clients see.
+#[derive(Default)]
+struct Seen {
+    broken: AtomicUsize,
+    /// Between two messages with tokens of one stream. Told, not judged.
+    longest_gap_ms: AtomicU64,
+}
+
+/// One request, taken from router to router until it is whole; `seen_by_all` counts
+/// how often.
 async fn ask_any(
     routers: &[InferenceClient<Channel>; 2],
     first: usize,
     (case, right): &Known,
-    broken: &AtomicUsize,
+    seen_by_all: &Seen,
 ) -> Result<(), Error> {
     let mut seen = Transcript::new(case.sampling.n);
     let mut breaks = 0;
+    let mut gap = None;
     loop {
         let mut client = routers[(first + breaks) % 2].clone();
         let mut request = client::request(case);
@@ -51,14 +64,14 @@ async fn ask_any(
             request.resume = Some(seen.resume(Way::Ids));
         }
         let ended = match client.generate(request).await {
-            Ok(stream) => read(stream.into_inner(), &mut seen).await,
+            Ok(stream) => read(stream.into_inner(), &mut seen, &mut gap, seen_by_all).await,
             Err(status) => Err(from_status(&status)),
         };
         match ended {
             Ok(()) => break,
             Err(error) => {
                 breaks += 1;
-                broken.fetch_add(1, Ordering::Relaxed);
+                seen_by_all.broken.fetch_add(1, Ordering::Relaxed);
                 if !GONE.contains(&error.reason.as_str()) || breaks > BREAKS_MAX {
                     return Err(error);
                 }
@@ -77,10 +90,21 @@ async fn ask_any(
 async fn read(
     mut stream: tonic::Streaming<v1::GenerateEvent>,
     seen: &mut Transcript,
+    gap: &mut Option<Stopwatch>,
+    seen_by_all: &Seen,
 ) -> Result<(), Error> {
     loop {
         match stream.message().await {
-            Ok(Some(event)) => seen.take(event),
+            Ok(Some(event)) => {
+                let before = seen.tokens();
+                seen.take(event);
+                if seen.tokens() > before
+                    && let Some(gap) = gap.replace(Stopwatch::start())
+                {
+                    let ms = gap.elapsed().as_millis() as u64;
+                    seen_by_all.longest_gap_ms.fetch_max(ms, Ordering::Relaxed);
+                }
+            }
             Ok(None) if seen.completed.is_some() => return Ok(()),
             Ok(None) => panic!("a stream that is not whole ended well"),
             // A connection that breaks has no code of its own.
@@ -141,12 +165,12 @@ async fn a_rolling_restart_of_everything_costs_no_request_and_no_token() {
 
     let doors = Arc::new([routers[0].grpc(), routers[1].grpc()]);
     let (stop, answered) = (Arc::<AtomicBool>::default(), Arc::<AtomicUsize>::default());
-    let broken = Arc::<AtomicUsize>::default();
+    let seen = Arc::<Seen>::default();
     let mut clients: JoinSet<Vec<Error>> = JoinSet::new();
     for number in 0..CLIENTS {
         let (doors, cases) = (Arc::clone(&doors), Arc::clone(&cases));
         let (stop, answered) = (Arc::clone(&stop), Arc::clone(&answered));
-        let broken = Arc::clone(&broken);
+        let seen = Arc::clone(&seen);
         clients.spawn(async move {
             let mut failures = Vec::new();
             for index in (number..).step_by(CLIENTS) {
@@ -154,7 +178,7 @@ async fn a_rolling_restart_of_everything_costs_no_request_and_no_token() {
                     break;
                 }
                 let case = &cases[index % cases.len()];
-                match ask_any(&doors, index % 2, case, &broken).await {
+                match ask_any(&doors, index % 2, case, &seen).await {
                     Ok(()) => {
                         answered.fetch_add(1, Ordering::Relaxed);
                     }
@@ -190,7 +214,7 @@ async fn a_rolling_restart_of_everything_costs_no_request_and_no_token() {
         moves += router.metric(ok).await;
         assert_eq!(router.metric("baton_token_conflicts_total").await, 0.0);
     }
-    let breaks = broken.load(Ordering::Relaxed);
+    let breaks = seen.broken.load(Ordering::Relaxed);
     assert_eq!(breaks, 0, "clients saw workers go");
     for going in &mut routers {
         more(CLIENTS).await;
@@ -207,9 +231,13 @@ async fn a_rolling_restart_of_everything_costs_no_request_and_no_token() {
     while let Some(ended) = clients.join_next().await {
         failures.extend(ended.expect("no wrong token"));
     }
-    let breaks = broken.load(Ordering::Relaxed);
+    let breaks = seen.broken.load(Ordering::Relaxed);
+    let gap = seen.longest_gap_ms.load(Ordering::Relaxed);
     let answered = answered.load(Ordering::Relaxed);
-    println!("{answered} requests, {moves} moved, {breaks} taken to the other router");
+    println!(
+        "{answered} requests, {moves} moved, {breaks} taken to the other router, \
+         longest gap {gap} ms"
+    );
     assert!(failures.is_empty(), "{failures:?}");
     // Something was going on when things went.
     assert!(moves > 0.0 && breaks > 0, "{moves} moves, {breaks} breaks");

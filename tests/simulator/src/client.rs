@@ -443,6 +443,7 @@ fn request(plan: &RequestPlan) -> v1::GenerateRequest {
             .map(|token| model::token_text(*token))
             .collect(),
         use_cache: Some(plan.use_cache),
+        priority: plan.priority,
         slo: plan.ttft.map(|target| v1::Slo {
             ttft_ms: Some(target.as_secs_f64() * 1e3),
             itl_ms: None,

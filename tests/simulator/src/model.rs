@@ -32,10 +32,14 @@ pub const CONTEXT_MAX: u32 = 256;
 /// Layers, of which the middle one has a window.
 pub const LAYERS: u32 = 3;
 
-/// Two full layers, and one with a window of 32 between them.
-pub fn layout() -> KvLayout {
+/// Bytes of K of one token in one layer: 16 halves. The state is in the first ones, where
+/// a block of another size has it as well.
+const K_BYTES: usize = 32;
+
+/// Two full layers, and one with a window of 32 between them, in blocks of `block_size`.
+pub fn layout(block_size: u32) -> KvLayout {
     KvLayout {
-        block_size: 16,
+        block_size,
         dtype: KvDtype::F16,
         scale_group: 0,
         kv_heads: 1,
@@ -98,7 +102,7 @@ pub fn tokenizer_json() -> Arc<[u8]> {
 }
 
 /// What a core must know of it.
-pub fn facts(tokenizer_json: &[u8]) -> ModelFacts {
+pub fn facts(tokenizer_json: &[u8], block_size: u32) -> ModelFacts {
     ModelFacts {
         card: ModelCard {
             name: "hash".to_owned(),
@@ -109,7 +113,7 @@ pub fn facts(tokenizer_json: &[u8]) -> ModelFacts {
             context_max: CONTEXT_MAX,
             parameters: 1,
             weight_bytes: 1,
-            layout: layout(),
+            layout: layout(block_size),
             tokenizer_hash: blake3::hash(tokenizer_json).to_hex().to_string(),
         },
         eos: vec![EOS],
@@ -190,7 +194,7 @@ impl HashExecutor {
             "position {position} of group {group} was dropped too early"
         );
         let offset = self.memory.extent(group, block, index).offset as usize
-            + (position % block_size) as usize * size_of::<u64>();
+            + (position % block_size) as usize * K_BYTES;
         let region = self.memory.region(group);
         assert!(offset + size_of::<u64>() <= region.len);
         // SAFETY: the offset was just checked to be inside the region.
@@ -321,7 +325,7 @@ pub struct Expected {
 
 /// The whole output of a choice, computed without blocks.
 pub fn expected(prompt: &[TokenId], sampling: &SamplingParams, choice: u32) -> Expected {
-    let layout = layout();
+    let groups = layout(16).groups;
     let rules = Rules::new(sampling, &[EOS], VOCAB, prompt.len() as u32);
     let mut history = rules.replay(prompt, &[]);
     let mut stored: Vec<Vec<u64>> = vec![Vec::new(); LAYERS as usize];
@@ -335,7 +339,7 @@ pub fn expected(prompt: &[TokenId], sampling: &SamplingParams, choice: u32) -> E
         };
         let mut state = embed(token, position as u32);
         for (index, stored) in (0..).zip(&mut stored) {
-            let kind = layout.groups[usize::from(index == 1)].kind;
+            let kind = groups[usize::from(index == 1)].kind;
             let from = visible_from(kind, position as u32) as usize;
             state = layer(index, state, stored[from..].iter().copied());
             stored.push(state);

@@ -82,8 +82,19 @@ pub struct WorkerPlan {
     pub step: Duration,
     pub token: Duration,
     pub handoff_deadline: Duration,
+    /// Tokens of a block, of prefill and of decode workers: unlike ones are laid out anew.
+    pub block_sizes: (u32, u32),
     /// What a worker that drains lets run; the rest moves.
     pub drain_grace: Duration,
+}
+
+impl WorkerPlan {
+    fn block_size(&self, pool: Pool) -> u32 {
+        match pool {
+            Pool::Prefill => self.block_sizes.0,
+            Pool::Decode => self.block_sizes.1,
+        }
+    }
 }
 
 /// What processes live in.
@@ -130,15 +141,16 @@ impl Process {
         let name = format!("{}#{life}", slot.id());
         let epoch = Epoch(environment::random());
         let config = engine_config(slot.pool, plan);
+        let block_size = plan.block_size(slot.pool);
         let device = Arc::<Device>::default();
         let arrived = Arc::<Notify>::default();
         let core = Arc::<OnceLock<Weak<Mutex<DrivenCore>>>>::default();
         let mut driven = None;
         let engine = |sink: Box<dyn EventSink>| {
-            let layout = model::layout();
+            let layout = model::layout(block_size);
             let memory = KvMemory::allocate(layout.clone(), &config.pool_blocks(&layout))?;
             let executor = HashExecutor::new(&memory, &device);
-            let facts = model::facts(&around.tokenizer_json);
+            let facts = model::facts(&around.tokenizer_json, block_size);
             let wake = Arc::clone(&arrived);
             let (engine, driven_core) = Engine::driven(
                 Box::new(executor),

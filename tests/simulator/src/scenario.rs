@@ -34,6 +34,7 @@ pub struct RequestPlan {
     pub use_cache: bool,
     pub tenant: &'static str,
     pub deadline: Duration,
+    pub priority: i32,
     /// Its target on the time to the first token.
     pub ttft: Option<Duration>,
     pub cancel: Option<Cancel>,
@@ -154,6 +155,8 @@ impl Scenario {
         let decode_least = if mood == Mood::OneLoss { 2 } else { 1 };
         let (prefill, decode) = (rng.random_range(1..=2), rng.random_range(decode_least..=3));
         let routers = if rng.random_bool(0.4) { 2 } else { 1 };
+        // Beside the other draws, so that a seed goes on meaning what it meant.
+        let own = &mut StdRng::seed_from_u64(seed ^ 0xd4a1);
         let worker = WorkerPlan {
             pool_tokens: rng.random_range(24..=64) * 16,
             chunk_tokens: *[16, 32, 64].choose(rng).expect("not empty"),
@@ -163,13 +166,12 @@ impl Scenario {
             step: between(rng, 3, 9),
             token: Duration::from_micros(rng.random_range(20..=300)),
             handoff_deadline: between(rng, 2000, 5000),
-            drain_grace: {
-                // Of its own, so that a seed means what it meant.
-                let rng = &mut StdRng::seed_from_u64(seed ^ 0xd4a1);
-                match rng.random_bool(0.5) {
-                    true => Duration::ZERO,
-                    false => between(rng, 0, 2000),
-                }
+            block_sizes: *[(16, 16), (16, 16), (16, 32), (32, 16)]
+                .choose(own)
+                .expect("not empty"),
+            drain_grace: match own.random_bool(0.5) {
+                true => Duration::ZERO,
+                false => between(own, 0, 2000),
             },
         };
         let router = RouterConfig {
@@ -195,11 +197,10 @@ impl Scenario {
             jitter: Duration::from_micros(rng.random_range(0..=2_000)),
         };
         let mut requests = requests(rng, calm, routers);
-        if !calm {
-            let rng = &mut StdRng::seed_from_u64(seed ^ 0x7f7);
-            for request in &mut requests {
-                request.ttft = rng.random_bool(0.15).then(|| between(rng, 20, 1500));
-            }
+        for request in &mut requests {
+            request.priority = *[0, 0, -3, 5].choose(own).expect("not empty");
+            let hurried = !calm && own.random_bool(0.15);
+            request.ttft = hurried.then(|| between(own, 20, 1500));
         }
         let last = requests.iter().map(|request| request.at).max();
         let span = last.unwrap_or_default() + Duration::from_millis(500);
@@ -296,6 +297,7 @@ fn requests(rng: &mut StdRng, calm: bool, routers: u32) -> Vec<RequestPlan> {
                     true => between(rng, 30, 2000),
                     false => Duration::from_secs(60),
                 },
+                priority: 0,
                 ttft: None,
                 cancel,
                 slow: match !calm && rng.random_bool(0.1) {

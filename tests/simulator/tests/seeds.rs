@@ -113,3 +113,16 @@ fn a_retry_without_deduplication_is_noticed_and_told() {
         "{broken}"
     );
 }
+
+/// The pools' blocks are of unlike sizes in half of the seeds: KV is laid out anew there.
+#[test]
+fn kv_is_handed_over_between_blocks_of_unlike_sizes() {
+    let runs: Vec<_> = (0..24).map(|seed| run(seed, None)).collect();
+    for sizes in [(16, 16), (16, 32), (32, 16)] {
+        let with = runs
+            .iter()
+            .filter(|run| run.scenario.worker.block_sizes == sizes);
+        let handoffs: u64 = with.map(|run| run.counts.handoffs).sum();
+        assert!(handoffs > 5, "{handoffs} handoffs with blocks of {sizes:?}");
+    }
+}
