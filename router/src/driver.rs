@@ -126,6 +126,7 @@ impl Driver {
             exact: job.exact,
             timeouts: Timeouts {
                 total: job.deadline - job.received,
+                pool: ms(config.pool_timeout_ms),
                 answer: ms(config.answer_timeout_ms),
                 queue: ms(config.queue_timeout_ms),
                 prefill: ms(config.prefill_timeout_ms),

@@ -50,6 +50,9 @@ pub struct Spec {
     pub timeouts: Timeouts,
 }
 
+/// How often a request looks whether a decode worker is there now.
+const LOOK_AGAIN: Duration = Duration::from_millis(200);
+
 /// Where a request is. For people, logs and tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Stage {
@@ -131,6 +134,8 @@ pub struct Request {
     broken_lanes: Vec<BrokenLane>,
     last_error: Option<Error>,
     cached_tokens: Option<u32>,
+    /// Since when it waits for a decode worker to be there.
+    unplaced_since: Option<Duration>,
     /// The time of the event in hand.
     now: Duration,
 }
@@ -157,6 +162,7 @@ impl Request {
             broken_lanes: Vec::new(),
             last_error: None,
             cached_tokens: None,
+            unplaced_since: None,
             now: Duration::ZERO,
         }
     }
@@ -203,6 +209,9 @@ impl Request {
             Event::Begin => self.place(&mut out),
             Event::Placed(Ok(placement)) => self.placed(now, placement, &mut out),
             Event::Placed(Err(_)) if self.aside.is_some() => self.stay(&mut out),
+            Event::Placed(Err(error)) if self.may_wait(now, &error) => {
+                self.enter(Stage::Placing, now, LOOK_AGAIN);
+            }
             Event::Placed(Err(error)) => {
                 // Why nobody may go on says more than why the last one did not.
                 let last = self.last_error.take().filter(|_| error.field.is_empty());
@@ -242,6 +251,16 @@ impl Request {
             Event::Abort(error) => self.fail(error, &mut out),
         }
         out
+    }
+
+    /// Whether a worker that starts, or comes back, would be in time for a request that nobody
+    /// could take yet.
+    fn may_wait(&mut self, now: Duration, error: &Error) -> bool {
+        if error.reason != "NO_DECODE_WORKER" || self.attempt > 0 || self.failures > 0 {
+            return false;
+        }
+        let since = *self.unplaced_since.get_or_insert(now);
+        now.saturating_sub(since) < self.spec.timeouts.pool
     }
 
     fn place(&mut self, out: &mut Vec<Action>) {

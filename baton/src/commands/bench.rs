@@ -7,6 +7,7 @@
 //! workload      what is sent and when, drawn from a seed before the run
 //! client        the server under test: baton.v1 over gRPC, or /v1/completions
 //! sample        what the client saw of one request; the gaps between tokens
+//! answers       what was answered, to compare runs by
 //! load          many requests -> latency, throughput, goodput
 //! sweep         one load after another -> curves, compared with those of other runs
 //! phases        which gaps a long prompt disturbed
@@ -22,6 +23,7 @@
 //! its workload beforehand and states the CPU time it took. It measures servers from
 //! outside only: nothing here reads a server's own metrics.
 
+mod answers;
 mod client;
 mod cost;
 mod engine;
@@ -69,7 +71,11 @@ fn run_quality(args: &QualityArgs) -> anyhow::Result<()> {
 async fn run_load(args: &LoadArgs) -> anyhow::Result<()> {
     let client = Client::connect(&args.target).await?;
     let result = load::run(args, &client).await?;
-    report::publish(&result, &result.table(), &args.report)
+    report::publish(&result, &result.table(), &args.report)?;
+    match result.wrong {
+        Some(wrong @ 1..) => anyhow::bail!("{wrong} answers are not those of `--compare-answers`"),
+        _ => Ok(()),
+    }
 }
 
 async fn run_interference(args: &InterferenceArgs) -> anyhow::Result<()> {

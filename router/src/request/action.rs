@@ -13,6 +13,8 @@ use crate::placement::{Placement, WorkerKey};
 pub struct Timeouts {
     /// The whole request, from accepted.
     pub total: Duration,
+    /// For a decode worker to be there at all.
+    pub pool: Duration,
     /// A worker's first answer to a call.
     pub answer: Duration,
     /// In a worker's queue.

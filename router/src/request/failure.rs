@@ -215,6 +215,7 @@ impl Request {
         let timeouts = self.spec.timeouts;
         let local = self.decode.as_ref().is_some_and(|decode| decode.local);
         match self.stage {
+            Stage::Placing => self.place(out),
             Stage::Reserving { queued: false } => {
                 let error = silent("gave no answer".to_owned(), timeouts.answer);
                 self.decode_failed(error.with_reason("RESERVE_TIMEOUT"), out);
@@ -252,7 +253,7 @@ impl Request {
                 let error = silent("sent no token".to_owned(), timeouts.stall);
                 self.decode_failed(error.with_reason("DECODE_TIMEOUT"), out);
             }
-            Stage::Queued | Stage::Placing | Stage::Finished => {}
+            Stage::Queued | Stage::Finished => {}
         }
     }
 }

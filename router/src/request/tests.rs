@@ -72,6 +72,7 @@ impl Scene {
             exact: true,
             timeouts: Timeouts {
                 total: ms(100_000),
+                pool: ms(500),
                 answer: ms(1_000),
                 queue: ms(20_000),
                 prefill: ms(30_000),
@@ -96,6 +97,9 @@ impl Scene {
             ["at", ms] => {
                 self.now = Duration::from_millis(u64::from(number(ms)));
                 Event::Tick
+            }
+            ["placed", "nobody"] => {
+                Event::Placed(Err(error("unavailable").with_reason("NO_DECODE_WORKER")))
             }
             ["placed", "nowhere"] => Event::Placed(Err(error("unavailable"))),
             ["placed", "local", d] => Event::Placed(Ok(Placement {
@@ -1224,6 +1228,47 @@ fn a_broken_lane_is_put_to_the_worker_that_turns_out_dead() {
         ";
     let machine = check(1, 8, &transcript);
     assert_eq!(machine.failures, 1, "one death, charged once");
+}
+
+#[test]
+fn while_no_decode_worker_is_there_a_request_waits() {
+    let machine = check(
+        1,
+        8,
+        "
+        > begin
+        place
+        > placed nobody
+        > at 100
+        > at 200
+        place
+        > placed nobody
+        > at 400
+        place
+        > placed local d1
+        start d1 local #1
+        ",
+    );
+    assert_eq!(machine.failures, 0);
+    check(
+        1,
+        8,
+        "
+        > begin
+        place
+        > placed nobody
+        > at 200
+        place
+        > placed nobody
+        > at 400
+        place
+        > placed nobody
+        > at 600
+        place
+        > placed nobody
+        fail Unavailable NO_DECODE_WORKER: boom
+        ",
+    );
 }
 
 #[test]

@@ -125,6 +125,7 @@ mod tests {
         let job = Job {
             prompt: vec![1],
             output_tokens: 3,
+            drawn: None,
         };
         let sample = |events: u32, reported_tokens| Sample {
             arrivals: (0..events)

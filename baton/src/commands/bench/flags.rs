@@ -139,6 +139,17 @@ pub struct LoadArgs {
     /// Leading prompt tokens that all requests share; 0 lets no prefix cache help.
     #[arg(long, env = "BATON_SHARED_PREFIX", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=1 << 20))]
     pub shared_prefix: u32,
+    /// Every second request is drawn at this temperature, with a seed of its own; the others
+    /// are greedy [default: all are].
+    #[arg(long, env = "BATON_TEMPERATURE", value_parser = positive)]
+    pub temperature: Option<f64>,
+    /// Keep what was answered, for --compare-answers.
+    #[arg(long, env = "BATON_SAVE_ANSWERS", value_name = "FILE")]
+    pub save_answers: Option<PathBuf>,
+    /// Answers that a run of the same seed, lengths and API had: count those that differ, and
+    /// fail if any does.
+    #[arg(long, env = "BATON_COMPARE_ANSWERS", value_name = "FILE")]
+    pub compare_answers: Option<PathBuf>,
     /// Time to first token within which a request counts as good.
     #[arg(long, env = "BATON_SLO_TTFT_MS", value_parser = positive)]
     pub slo_ttft_ms: Option<f64>,

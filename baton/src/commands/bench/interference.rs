@@ -87,6 +87,7 @@ pub async fn run(args: &InterferenceArgs, client: &Client) -> anyhow::Result<Int
         output: Lengths::Fixed(output),
         shared_prefix: 0,
         vocab_size: client.vocab_size,
+        temperature: None,
     };
     // Apart from the prompts of a load run of the same seed, which would otherwise
     // begin like these and be found in the server's prefix cache.

@@ -9,6 +9,7 @@ use futures::future::join_all;
 use futures::stream::{FuturesUnordered, StreamExt as _};
 use serde::{Deserialize, Serialize};
 
+use super::answers::Answers;
 use super::client::Client;
 use super::cost::{Cost, Meter};
 use super::flags::LoadArgs;
@@ -51,6 +52,8 @@ pub struct LoadReport {
     pub requests: usize,
     pub succeeded: usize,
     pub errors: Failures,
+    /// Answers that differ from those of the run that it was compared with.
+    pub wrong: Option<u64>,
     pub ttft_ms: Option<Summary>,
     pub itl_ms: Option<Summary>,
     pub tpot_ms: Option<Summary>,
@@ -90,7 +93,11 @@ pub async fn run(args: &LoadArgs, client: &Client) -> anyhow::Result<LoadReport>
         output: args.output_tokens,
         shared_prefix: args.shared_prefix,
         vocab_size: client.vocab_size,
+        temperature: args.temperature.map(|temperature| temperature as f32),
     };
+    // A file that cannot be used is found before anything is measured.
+    let right = args.compare_answers.as_deref().map(Answers::load);
+    let right = right.transpose()?;
     let seed = args.target.seed;
     let warmup = jobs(&shape, args.warmup_requests as usize, !seed);
     let jobs = jobs(&shape, args.requests as usize, seed);
@@ -114,7 +121,14 @@ pub async fn run(args: &LoadArgs, client: &Client) -> anyhow::Result<LoadReport>
     };
     let cost = meter.stop();
     bar.finish_and_clear();
-    Ok(sum_up(args, client, pace, &samples, lag, cost))
+    let mut report = sum_up(args, client, pace, &samples, lag, cost);
+    if let Some(path) = &args.save_answers {
+        Answers::of(&samples)?.save(path)?;
+    }
+    if let Some(right) = right {
+        report.wrong = Some(right.wrong(&samples)?);
+    }
+    Ok(report)
 }
 
 async fn warm_up(client: &Client, jobs: &[Job]) -> anyhow::Result<()> {
@@ -142,8 +156,9 @@ struct Driver<'a> {
 }
 
 impl Driver<'_> {
-    async fn one(&self, job: &Job) -> Sample {
-        let sample = self.client.run(job, self.clock, &mut |_| {}).await;
+    async fn one(&self, index: usize, job: &Job) -> Sample {
+        let mut sample = self.client.run(job, self.clock, &mut |_| {}).await;
+        sample.index = index;
         self.bar.inc(1);
         sample
     }
@@ -152,10 +167,11 @@ impl Driver<'_> {
     async fn open_loop(&self, jobs: &[Job], arrivals: &[Duration]) -> (Vec<Sample>, Vec<f64>) {
         let mut running: FuturesUnordered<_> = jobs
             .iter()
+            .enumerate()
             .zip(arrivals)
-            .map(|(job, at)| async move {
+            .map(|((index, job), at)| async move {
                 tokio::time::sleep_until(self.clock.instant(*at)).await;
-                let sample = self.one(job).await;
+                let sample = self.one(index, job).await;
                 let late = sample.sent.saturating_sub(*at).as_secs_f64() * 1e3;
                 (sample, late)
             })
@@ -173,8 +189,10 @@ impl Driver<'_> {
         let next = Cell::new(0);
         let samples = RefCell::new(Vec::with_capacity(jobs.len()));
         join_all((0..clients).map(|_| async {
-            while let Some(job) = jobs.get(next.replace(next.get() + 1)) {
-                let sample = self.one(job).await;
+            loop {
+                let index = next.replace(next.get() + 1);
+                let Some(job) = jobs.get(index) else { break };
+                let sample = self.one(index, job).await;
                 samples.borrow_mut().push(sample);
             }
         }))
@@ -251,6 +269,7 @@ fn sum_up(
         requests: samples.len(),
         succeeded: latencies.len(),
         errors,
+        wrong: None,
         ttft_ms: Summary::of(&mut ttft),
         itl_ms: Summary::of(&mut itl),
         tpot_ms: Summary::of(&mut tpot),
@@ -344,6 +363,12 @@ impl LoadReport {
             table.line(format!(
                 "sent late by {:.2} ms at the median, {:.2} ms at most",
                 lag.p50, lag.max
+            ));
+        }
+        if let Some(wrong) = self.wrong {
+            table.line(format!(
+                "{wrong} answers differ from those compared with; the longest gap was {:.0} ms",
+                self.itl_ms.map_or(0.0, |itl| itl.max)
             ));
         }
         table.failures(&self.errors);

@@ -10,6 +10,8 @@ use baton_observability::latency::RequestLatency;
 use baton_proto::v1;
 use serde::Serialize;
 
+use super::answers::Answer;
+
 /// The one clock of a run.
 #[derive(Clone, Copy, Debug)]
 pub struct Clock(Instant);
@@ -83,8 +85,11 @@ impl Handoff {
 /// One request as the client saw it.
 #[derive(Clone, Debug, Default)]
 pub struct Sample {
+    /// Which of the run's requests it was.
+    pub index: usize,
     pub sent: Duration,
     pub arrivals: Vec<Arrival>,
+    pub answer: Answer,
     pub ended: Duration,
     pub prompt_tokens: u32,
     /// Prompt tokens that the server says it took from a cache.

@@ -100,6 +100,7 @@ pub async fn run(args: &SweepArgs, client: &Client) -> anyhow::Result<SweepRepor
                 output: args.output_tokens,
                 shared_prefix: 0,
                 vocab_size: client.vocab_size,
+                temperature: None,
             },
             // Prompts of their own for every load, or a prefix cache would answer.
             seed: args

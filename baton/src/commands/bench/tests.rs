@@ -133,6 +133,39 @@ async fn a_cluster_is_measured_over_both_front_doors() {
     served.close().await;
 }
 
+#[tokio::test]
+async fn a_load_is_compared_with_an_earlier_one() {
+    let served = Served::start().await;
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("answers");
+    let file = path.to_str().unwrap();
+    let flags =
+        "--concurrency 3 --requests 6 --prompt-tokens 40 --output-tokens 12 --temperature 0.9";
+    for api in ["grpc", "openai"] {
+        let mut flags: Vec<&str> = flags.split(' ').collect();
+        flags.extend(["--save-answers", file]);
+        let report = served.load(api, &flags).await;
+        assert_eq!((report.succeeded, report.wrong), (6, None));
+        let lines = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(lines.lines().count(), 6);
+        // Neither another pace nor a filled cache changes an answer.
+        let compared: Vec<&str> = flags[..flags.len() - 2]
+            .iter()
+            .chain(&["--compare-answers", file, "--concurrency", "1"])
+            .copied()
+            .skip(2)
+            .collect();
+        let report = served.load(api, &compared).await;
+        assert_eq!((report.succeeded, report.wrong), (6, Some(0)));
+        assert!(report.table().contains("0 answers differ"));
+        let mut changed = compared.clone();
+        changed.extend(["--seed", "2"]);
+        let report = served.load(api, &changed).await;
+        assert_eq!((report.succeeded, report.wrong), (6, Some(6)));
+    }
+    served.close().await;
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn long_prompts_are_injected_into_running_streams() {
     let served = Served::start().await;

@@ -11,11 +11,20 @@ use rand::{Rng as _, SeedableRng as _};
 use super::lengths::Lengths;
 
 /// One request to be sent.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct Job {
     pub prompt: Vec<u32>,
     /// New tokens; end tokens are ignored, so all of them come.
     pub output_tokens: u32,
+    /// Greedy if there is nothing.
+    pub drawn: Option<Drawn>,
+}
+
+/// How a request's tokens are drawn.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Drawn {
+    pub temperature: f32,
+    pub seed: u64,
 }
 
 /// The shape of a workload.
@@ -27,6 +36,8 @@ pub struct Shape {
     pub shared_prefix: u32,
     /// Entries of the vocabulary that ids are drawn from.
     pub vocab_size: u32,
+    /// Every second request is drawn at this temperature.
+    pub temperature: Option<f32>,
 }
 
 /// Ids at both ends of a vocabulary that are not drawn: control and byte tokens
@@ -43,7 +54,7 @@ pub fn jobs(shape: &Shape, count: usize, seed: u64) -> Vec<Job> {
         .map(|_| rng.random_range(ids.clone()))
         .collect();
     (0..count)
-        .map(|_| {
+        .map(|index| {
             let length = shape.prompt.sample(&mut rng) as usize;
             let own = length.saturating_sub(shared.len());
             let mut prompt = shared[..length - own].to_vec();
@@ -51,6 +62,13 @@ pub fn jobs(shape: &Shape, count: usize, seed: u64) -> Vec<Job> {
             Job {
                 prompt,
                 output_tokens: shape.output.sample(&mut rng),
+                drawn: shape
+                    .temperature
+                    .filter(|_| index % 2 == 1)
+                    .map(|temperature| Drawn {
+                        temperature,
+                        seed: seed.wrapping_add(index as u64),
+                    }),
             }
         })
         .collect()
@@ -81,6 +99,7 @@ mod tests {
             output: "uniform:1-9".parse().unwrap(),
             shared_prefix,
             vocab_size: 1_000,
+            temperature: None,
         }
     }
 

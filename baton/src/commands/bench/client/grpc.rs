@@ -7,6 +7,7 @@ use baton_proto::{limits, status, transport, v1};
 use tonic::metadata::{Ascii, MetadataValue};
 use tonic::transport::Channel;
 
+use super::super::answers::Answer;
 use super::super::flags::TargetArgs;
 use super::super::sample::{Arrival, Clock, Failure, Handoff, Sample};
 use super::super::workload::Job;
@@ -94,7 +95,8 @@ impl Client {
                 ids: job.prompt.clone(),
             })),
             sampling: Some(v1::SamplingParams {
-                temperature: Some(0.0),
+                temperature: Some(job.drawn.map_or(0.0, |drawn| drawn.temperature)),
+                seed: job.drawn.map(|drawn| drawn.seed),
                 max_tokens: Some(job.output_tokens),
                 ignore_eos: Some(true),
                 ..v1::SamplingParams::default()
@@ -114,6 +116,9 @@ impl Client {
                         tokens: u32::try_from(tokens.ids.len()).unwrap_or(u32::MAX),
                     };
                     sample.arrivals.push(arrival);
+                    if let Answer::Tokens(received) = &mut sample.answer {
+                        received.extend(&tokens.ids);
+                    }
                     on_arrival(arrival);
                 }
                 Some(Event::Completed(last)) => {

@@ -13,6 +13,7 @@ use serde::Deserialize;
 use serde_json::{Value, json};
 use tokio::net::TcpStream;
 
+use super::super::answers::Answer;
 use super::super::flags::TargetArgs;
 use super::super::sample::{Arrival, Clock, Failure, Sample};
 use super::super::workload::Job;
@@ -117,12 +118,15 @@ impl Client {
             "model": model,
             "prompt": job.prompt,
             "max_tokens": job.output_tokens,
-            "temperature": 0.0,
+            "temperature": job.drawn.map_or(0.0, |drawn| drawn.temperature),
             "ignore_eos": true,
             "stream": true,
             "stream_options": { "include_usage": true },
         });
         if let Value::Object(body) = &mut body {
+            if let Some(drawn) = job.drawn {
+                body.insert("seed".to_owned(), drawn.seed.into());
+            }
             for (key, value) in &self.overlay {
                 if value.is_null() {
                     body.remove(key);
@@ -252,8 +256,16 @@ fn read_event(
         return Some(Err(told(&error, "STREAM_ERROR")));
     }
     // The last event of a choice may carry its reason and no text.
-    let has_text = |choice: &Choice| choice.text.as_ref().is_some_and(|text| !text.is_empty());
-    if chunk.choices.iter().any(has_text) {
+    let texts = chunk
+        .choices
+        .iter()
+        .filter_map(|choice| choice.text.as_deref());
+    let text: String = texts.collect();
+    if !text.is_empty() {
+        match &mut sample.answer {
+            Answer::Text(received) => received.push_str(&text),
+            nothing => *nothing = Answer::Text(text),
+        }
         let arrival = Arrival { at, tokens: 1 };
         sample.arrivals.push(arrival);
         on_arrival(arrival);
