@@ -309,6 +309,71 @@ mod tests {
     }
 
     #[test]
+    fn what_travels_has_the_bits_of_the_scalar_conversion() {
+        use baton_kernels::{Isa, KvConverter, KvShape, KvSpans};
+        use rand::rngs::StdRng;
+        use rand::{Rng as _, SeedableRng as _};
+
+        let mut random = StdRng::seed_from_u64(0x51ca);
+        for _ in 0..60 {
+            let own = KvLayout {
+                kv_heads: random.random_range(1..4),
+                head_dim: 16 * random.random_range(1..9),
+                ..layout(16 << random.random_range(0..3), KvDtype::F16)
+            };
+            let form = wire_form(WireChoice::Int8, &own).unwrap().unwrap();
+            let shape = |dtype| KvShape {
+                blocks: 1,
+                block_size: own.block_size,
+                layers: 1,
+                kv_heads: own.kv_heads,
+                head_dim: own.head_dim,
+                dtype,
+            };
+            let [from, to] = [baton_kernels::KvDtype::F16, baton_kernels::KvDtype::Int8].map(shape);
+            let scalar = KvConverter::new(Isa::Scalar, from, to).unwrap();
+            let mut all = KvSpans {
+                from_span: 0,
+                to_span: 0,
+                spans: own.block_size / 16,
+                from_head: 0,
+                to_head: 0,
+                heads: own.kv_heads,
+            };
+            // Any finite values, in words so that both ends lie as f16 has to.
+            let words = own.layer_bytes() / 2;
+            let finite = |bits: u16| {
+                if bits & 0x7c00 == 0x7c00 {
+                    bits & !0x0400
+                } else {
+                    bits
+                }
+            };
+            let stored: Vec<u8> = (0..words)
+                .flat_map(|_| finite(random.random()).to_le_bytes())
+                .collect();
+            let len = form.part_bytes() as usize;
+            let aligned = |bytes: &mut Vec<u8>| {
+                bytes.resize(len + 64, 0);
+                bytes.as_ptr().align_offset(64)
+            };
+            let (mut made, mut right) = (Vec::new(), Vec::new());
+            let at = aligned(&mut made);
+            form.make_part(&stored, &mut made[at..][..len]);
+            let right_at = aligned(&mut right);
+            scalar.convert(&stored, &mut right[right_at..][..len], &all);
+            assert!(made[at..][..len] == right[right_at..][..len], "{own:?}");
+            // The comparison sees a difference where there is one.
+            if own.block_size > 16 {
+                all.spans -= 1;
+                right.fill(0);
+                scalar.convert(&stored, &mut right[right_at..][..len], &all);
+                assert!(made[at..][..len] != right[right_at..][..len]);
+            }
+        }
+    }
+
+    #[test]
     fn an_exact_request_is_not_shipped_to_kv_of_another_type() {
         let (ours, theirs) = (layout(16, KvDtype::F16), layout(16, KvDtype::Int8));
         assert!(meet(&ours, &theirs, false).is_ok());

@@ -102,6 +102,15 @@ impl WireForm {
         self.stored_bytes
     }
 
+    /// Makes one part over. On the caller's thread.
+    ///
+    /// # Panics
+    /// As [`Convert::convert`] does: if a length is not a part's, or `part` does not lie as
+    /// the form's elements have to.
+    pub fn make_part(&self, stored: &[u8], part: &mut [u8]) {
+        self.converter.convert(stored, part, self.run);
+    }
+
     /// Makes `stored`, whole parts, over.
     pub(super) fn make(&self, stored: &[&[u8]]) -> Made {
         let len = stored.len() * self.part_bytes as usize;
@@ -109,7 +118,7 @@ impl WireForm {
         let start = bytes.as_ptr().align_offset(ALIGNMENT).min(ALIGNMENT);
         let parts = bytes[start..].chunks_exact_mut(self.part_bytes as usize);
         for (stored, part) in stored.iter().zip(parts) {
-            self.converter.convert(stored, part, self.run);
+            self.make_part(stored, part);
         }
         Made { bytes, start, len }
     }

@@ -3,16 +3,20 @@
 //! ```text
 //! flags      the command line
 //! arena      pools of shuffled parts, and copies between them
+//! apart      a core for each end
 //! plain      what any transfer over TCP could be: a writev/readv pair on the same parts
 //! handoff    the product: grants, lanes, digests, a commit
 //! report     the result as a table and as JSON
 //! ```
 //!
 //! Both ends run in this process, each lane on threads of its own, as they would in two:
-//! lent memory is mapped a second time and TCP goes through the loopback interface. Every
+//! lent memory is mapped a second time and TCP goes through the loopback interface. Each end
+//! has a core of its own, as two workers would: left alone, a system with other work puts a
+//! thread on the core of the one that woke it, and the ends take turns. Every
 //! round runs every way once, so that what else the machine does falls on all alike; the
 //! best round of each counts, and shares are of figures from the same run.
 
+mod apart;
 mod arena;
 pub mod flags;
 mod handoff;
@@ -65,6 +69,8 @@ fn measure(args: &TransferBenchArgs) -> anyhow::Result<TransferReport> {
             bench.once(way)?;
             bench.check(way)?;
         }
+        let apart = apart::keep();
+        ensure!(apart.is_ok(), "keep the ends apart: {apart:?}");
         let mut samples = vec![Vec::new(); ways.len()];
         for _ in 0..args.rounds {
             for (at, way) in ways.iter().copied().enumerate() {

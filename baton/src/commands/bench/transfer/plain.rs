@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, ensure};
 
+use super::apart;
 use super::arena::Arena;
 
 /// Pieces one call takes (`UIO_MAXIOV`).
@@ -42,7 +43,9 @@ impl Pair {
         let ready = Barrier::new(2);
         std::thread::scope(|scope| {
             let reading = scope.spawn(|| {
+                let apart = apart::far_end();
                 ready.wait();
+                apart?;
                 far.read_exact(to)?;
                 far.write_all(&[1])
             });
@@ -64,6 +67,7 @@ impl Pair {
         let Self { near, far } = self;
         std::thread::scope(|scope| {
             let reading = scope.spawn(move || {
+                apart::far_end()?;
                 let mut buffers: Vec<IoSliceMut<'_>> =
                     to.into_iter().map(IoSliceMut::new).collect();
                 let mut rest = &mut buffers[..];
