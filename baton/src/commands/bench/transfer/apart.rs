@@ -56,6 +56,17 @@ pub fn keep() -> io::Result<()> {
     Ok(())
 }
 
+/// Lets the caller run on every core again.
+pub fn let_go() -> io::Result<()> {
+    let Some((near, far)) = cores()? else {
+        return Ok(());
+    };
+    let mut all = CpuSet::new();
+    // Those that the process must not use are left out by the system.
+    (near.min(far)..CpuSet::MAX_CPU).for_each(|core| all.set(core));
+    Ok(sched_setaffinity(None, &all)?)
+}
+
 /// Keeps the caller on the receivers' core, once the ends are apart.
 pub fn far_end() -> io::Result<()> {
     match cores()? {
