@@ -19,6 +19,7 @@ use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 
 use crate::exposition::{CONTENT_TYPE, metrics_text_merged};
+use crate::listener::PlainListener;
 use crate::tls_listener::TlsListener;
 
 /// Whether new work is welcome.
@@ -141,7 +142,7 @@ pub async fn serve(
     let (routes, stop) = (routes(state), shutdown.cancelled_owned());
     match tls {
         None => {
-            axum::serve(listener, routes)
+            axum::serve(PlainListener::new(listener), routes)
                 .with_graceful_shutdown(stop)
                 .await
         }

@@ -66,6 +66,9 @@ pub fn init(format: LogFormat, filter: &str) -> Result<(), Error> {
     let filter = parse_filter(filter)?;
     let builder = tracing_subscriber::fmt()
         .with_env_filter(filter)
+        // A line that cannot be written (a full disk) is lost. Saying so on standard error,
+        // where it was to go, would panic.
+        .log_internal_errors(false)
         .with_writer(std::io::stderr);
     let installed = if format.is_json() {
         builder

@@ -16,6 +16,8 @@ use tokio::task::JoinHandle;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::server::TlsStream;
 
+use crate::listener;
+
 /// The protocols an HTTP port offers by ALPN, the preferred one first.
 pub const HTTP_ALPN: &[&[u8]] = &[b"h2", b"http/1.1"];
 
@@ -82,19 +84,10 @@ async fn accept(
             return;
         };
         while handshakes.try_join_next().is_some() {}
-        let (stream, peer) = match listener.accept().await {
-            Ok(connection) => connection,
-            Err(error) => {
-                // Out of descriptors, most likely: give others time to close theirs.
-                tracing::warn!(%error, "accept");
-                tokio::time::sleep(Duration::from_millis(50)).await;
-                continue;
-            }
-        };
+        let (stream, peer) = listener::accept(&listener).await;
         let (acceptor, ready) = (acceptor.clone(), ready.clone());
         handshakes.spawn(async move {
             let _slot = slot;
-            drop(stream.set_nodelay(true));
             let shaken = tokio::time::timeout(HANDSHAKE_MAX, acceptor.accept(stream)).await;
             match shaken {
                 Ok(Ok(stream)) => drop(ready.send((stream, peer)).await),

@@ -30,6 +30,7 @@ use axum::extract::{Path, State};
 use axum::http::{HeaderMap, HeaderValue, Method, Uri, header};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
+use baton_observability::PlainListener;
 use baton_observability::tls_listener::{HTTP_ALPN, TlsListener};
 use baton_observability::{AdminState, admin};
 use baton_proto::{Error, ErrorKind, limits, v1};
@@ -72,9 +73,7 @@ pub fn serve(
         let stop = shutdown.cancelled_owned();
         match tls {
             None => {
-                use axum::serve::ListenerExt as _;
-                let listener = listener.tap_io(|stream| drop(stream.set_nodelay(true)));
-                axum::serve(listener, routes)
+                axum::serve(PlainListener::new(listener), routes)
                     .with_graceful_shutdown(stop)
                     .await
             }

@@ -4,6 +4,7 @@
 //!
 //! What the cluster computes is not looked at here.
 
+mod starved;
 mod top;
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
@@ -494,19 +495,25 @@ struct Up {
 
 impl Up {
     fn start(args: &[&str]) -> Self {
+        Self::logging_to(Stdio::piped(), args)
+    }
+
+    fn logging_to(log: Stdio, args: &[&str]) -> Self {
         let started = Instant::now();
         let mut child = baton(&["up", "--model", &fixture("rand")])
             .args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
             .args(args)
             .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
+            .stderr(log)
             .spawn()
             .unwrap();
         let (sender, log) = mpsc::channel();
-        let mut stderr = BufReader::new(child.stderr.take().unwrap());
+        let stderr = child.stderr.take();
         std::thread::spawn(move || {
             let mut all = String::new();
-            stderr.read_to_string(&mut all).unwrap();
+            if let Some(mut stderr) = stderr {
+                stderr.read_to_string(&mut all).unwrap();
+            }
             sender.send(all)
         });
         let mut printed = String::new();

@@ -37,9 +37,9 @@ async fn requests_wait_for_a_decode_worker_to_be_there() {
     assert!(refused.retry_after.is_some());
 
     let mut waiting = JoinSet::new();
-    for case in cases.iter().cloned() {
-        let door = patient.grpc();
-        waiting.spawn(async move { ask(door, "rand", &case).await });
+    for index in 0..cases.len() {
+        let (door, cases) = (patient.grpc(), std::sync::Arc::clone(&cases));
+        waiting.spawn(async move { ask(door, "rand", &cases[index]).await });
     }
     // All of them wait: none is refused, and none could have been answered.
     while patient.metric("baton_requests_in_flight").await < 6.0 {
