@@ -163,7 +163,7 @@ async fn a_deadline_ends_the_call_in_time_and_frees_the_workers() {
 async fn dropped_calls_leave_nothing_behind() {
     let open = open(Setup::default()).await;
     let mut random = StdRng::seed_from_u64(0xca11);
-    let calls: Vec<(Duration, v1::GenerateRequest)> = (0..120)
+    let calls: Vec<(Duration, v1::GenerateRequest)> = (0..500)
         .map(|_| {
             let after = Duration::from_millis(random.random_range(0..150));
             let prompt = random.random_range(1..300);
@@ -173,7 +173,7 @@ async fn dropped_calls_leave_nothing_behind() {
             )
         })
         .collect();
-    for batch in calls.chunks(12) {
+    for batch in calls.chunks(25) {
         let mut client = open.grpc();
         let all = batch.iter().map(|(after, request)| {
             let mut client = client.clone();

@@ -11,6 +11,7 @@
 //! rolling    everything is restarted, one after the other, under load
 //! resuming   routers die or stand still, and clients go on at another one
 //! views      a new router knows its workers' prefix caches
+//! links      a slow or silent link, and clients that leave meanwhile
 //! pools      no decode worker is there: requests wait for one, or not for long
 //! outage     etcd is gone: routers serve, and start, on what they knew
 //! ```
@@ -22,6 +23,7 @@
 mod deaths;
 mod frozen;
 mod leaving;
+mod links;
 mod moving;
 mod outage;
 mod pools;

@@ -16,6 +16,7 @@ pub mod client;
 pub mod cluster;
 pub mod doors;
 pub mod http;
+pub mod link;
 pub mod models;
 pub mod oracle;
 pub mod pace;
