@@ -239,8 +239,9 @@ async fn a_rolling_restart_of_everything_costs_no_request_and_no_token() {
          longest gap {gap} ms"
     );
     assert!(failures.is_empty(), "{failures:?}");
-    // Something was going on when things went.
-    assert!(moves > 0.0 && breaks > 0, "{moves} moves, {breaks} breaks");
+    // Something was going on when routers went. Whether a stream is moved or ends before that is
+    // a matter of milliseconds here; `leaving` has streams that must be.
+    assert!(breaks > 0);
     for router in &routers {
         assert_eq!(router.metric("baton_token_conflicts_total").await, 0.0);
     }
