@@ -25,7 +25,7 @@ use baton_proto::live_requests::LiveRequests;
 use baton_proto::pace::{PromptPace, Rate};
 use baton_proto::transport;
 use baton_proto::v1::decode_worker_server::DecodeWorkerServer;
-use baton_proto::worker_info::{Grace, LEAVE_TIME, WorkerInfo, WorkerState, leaving};
+use baton_proto::worker_info::{Grace, WorkerInfo, WorkerState, leaving};
 use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
 use tokio::net::TcpListener;
 use tokio::sync::{mpsc, watch};
@@ -462,20 +462,10 @@ impl DecodeWorker {
         self.shared.start_draining().await;
         self.shared.tasks.close();
         if !at_once {
-            let all_ended = tokio::select! {
-                biased;
-                () = self.shared.tasks.wait() => true,
-                () = self.shared.grace.over() => false,
-            };
-            if !all_ended {
-                tracing::warn!(worker = %self.shared.info.worker_id, left = self.shared.live().len(),
-                    "the grace time is over; the rest is handed over to other workers");
-                let taken = tokio::time::timeout(LEAVE_TIME, self.shared.tasks.wait()).await;
-                if taken.is_err() {
-                    tracing::warn!(worker = %self.shared.info.worker_id, left = self.shared.live().len(),
-                        "nobody took the rest over; ending it");
-                }
-            }
+            let shared = &self.shared;
+            let left = || shared.live().len();
+            let id = &shared.info.worker_id;
+            shared.grace.see_out(id, &shared.tasks, left).await;
         }
         let reason = leaving(&self.shared.info.worker_id);
         self.shared.live().end_all(&reason);

@@ -8,6 +8,7 @@ use std::time::Duration;
 use tokio::sync::{Notify, watch};
 use tokio::time::Instant;
 use tokio_stream::{Stream, StreamExt as _};
+use tokio_util::task::TaskTracker;
 use tonic::Status;
 
 use crate::block_hash::BlockHash;
@@ -68,6 +69,27 @@ impl Grace {
                     None => begun.await,
                 }
             }
+        }
+    }
+
+    /// Waits until `tasks` have ended, at most for this time and then for [`LEAVE_TIME`], in
+    /// which others take over what is left: `left` requests, for the log.
+    pub async fn see_out(&self, worker: &WorkerId, tasks: &TaskTracker, left: impl Fn() -> usize) {
+        let all_ended = tokio::select! {
+            biased;
+            () = tasks.wait() => true,
+            () = self.over() => false,
+        };
+        if all_ended {
+            return;
+        }
+        tracing::warn!(%worker, left = left(),
+            "the grace time is over; the rest is handed over to other workers");
+        if tokio::time::timeout(LEAVE_TIME, tasks.wait())
+            .await
+            .is_err()
+        {
+            tracing::warn!(%worker, left = left(), "nobody took the rest over; ending it");
         }
     }
 }

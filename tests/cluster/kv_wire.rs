@@ -12,7 +12,7 @@ use baton_proto::v1;
 use baton_tests::client::{self, Answer};
 use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
-use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
+use baton_tests::process::{Launcher, Pool, RouterProcess};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
@@ -47,16 +47,6 @@ async fn ask(router: &RouterProcess, case: &Case, exact: bool) -> Answer {
         collector.take(event);
     }
     collector.finish()
-}
-
-/// Bytes of KV that a worker moved over TCP.
-async fn moved(worker: &Worker) -> f64 {
-    let metrics = worker.metrics().await;
-    let of_tcp = metrics.lines().filter(|line| {
-        line.starts_with("baton_kv_transfer_bytes_total{") && line.contains("transport=\"tcp\"")
-    });
-    let value = |line: &str| line.rsplit_once(' ')?.1.parse::<f64>().ok();
-    of_tcp.filter_map(value).sum()
 }
 
 fn right(model: &Arc<Model>, cases: &[Case]) -> Vec<Vec<u32>> {
@@ -94,8 +84,8 @@ async fn int8_on_the_wire_saves_bytes_and_exact_requests_do_not_see_it() {
     let load = decode.load().await;
     assert_eq!((load.handoffs_total, load.local_prefills_total), (8, 0));
     assert!(load.blocks.iter().all(|blocks| blocks.cached == 0));
-    let reduced = moved(&prefill).await;
-    assert_eq!(moved(&decode).await, reduced);
+    let reduced = prefill.tcp_bytes().await;
+    assert_eq!(decode.tcp_bytes().await, reduced);
 
     for (case, right) in cases.iter().zip(&right) {
         assert_eq!(&ask(&router, case, true).await.choices[0].tokens, right);
@@ -103,7 +93,7 @@ async fn int8_on_the_wire_saves_bytes_and_exact_requests_do_not_see_it() {
     let load = decode.load().await;
     assert_eq!((load.handoffs_total, load.local_prefills_total), (16, 0));
     assert!(load.blocks.iter().any(|blocks| blocks.cached > 0));
-    let native = moved(&prefill).await - reduced;
+    let native = prefill.tcp_bytes().await - reduced;
     // The pool's heads have 16 values: a scale and a minimum (4 bytes) and 16 codes, where
     // f16 has 32 bytes.
     assert_eq!(reduced / native, 20.0 / 32.0, "{reduced} of {native}");

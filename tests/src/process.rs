@@ -360,6 +360,19 @@ impl Worker {
         String::from_utf8(reply.body).expect("text")
     }
 
+    /// Bytes of KV that it moved over TCP.
+    ///
+    /// # Panics
+    /// If it does not serve its metrics.
+    pub async fn tcp_bytes(&self) -> f64 {
+        let metrics = self.metrics().await;
+        let of_tcp = metrics.lines().filter(|line| {
+            line.starts_with("baton_kv_transfer_bytes_total{") && line.contains("transport=\"tcp\"")
+        });
+        let value = |line: &str| line.rsplit_once(' ')?.1.parse::<f64>().ok();
+        of_tcp.filter_map(value).sum()
+    }
+
     /// Its load now.
     ///
     /// # Panics

@@ -8,7 +8,7 @@ use baton_tests::client;
 use baton_tests::link::{Link, Pace};
 use baton_tests::models;
 use baton_tests::oracle::Case;
-use baton_tests::process::{Launcher, Pool, RouterProcess, Worker, free_port};
+use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
 
 use super::{ask, known};
 
@@ -53,15 +53,6 @@ async fn until_first_token(
     panic!("it ended without a token");
 }
 
-async fn moved(worker: &Worker) -> u64 {
-    let metrics = worker.metrics().await;
-    let of_tcp = metrics.lines().filter(|line| {
-        line.starts_with("baton_kv_transfer_bytes_total{") && line.contains("transport=\"tcp\"")
-    });
-    let value = |line: &str| line.rsplit_once(' ')?.1.parse::<f64>().ok();
-    of_tcp.filter_map(value).sum::<f64>() as u64
-}
-
 /// The bytes come slowly, the client leaves, and then perhaps the sender dies: nobody waits for
 /// a word that will not come.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -91,7 +82,7 @@ async fn clients_that_leave_a_slow_handoff_leave_no_block_behind() {
     let whole = router.grpc().generate(request(640, 0)).await;
     let mut whole = whole.unwrap().into_inner();
     while whole.message().await.unwrap().is_some() {}
-    let bytes = moved(&decode).await;
+    let bytes = decode.tcp_bytes().await as u64;
     assert!(bytes > 100_000, "{bytes}");
     link.set(Pace::Bytes(bytes / 5));
 
