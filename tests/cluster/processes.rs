@@ -14,22 +14,41 @@
 //! links      a slow or silent link, and clients that leave meanwhile
 //! pools      no decode worker is there: requests wait for one, or not for long
 //! outage     etcd is gone: routers serve, and start, on what they knew
+//! outages    etcd stops, loses its data, stands still; who is listed afterwards
+//! blind      a router is cut off from etcd while everything changes
+//! leases     a lease ends under a worker that lives
+//! reborn     workers die and are back at once where they were
+//! transfers  a prefill worker dies while its KV is under way
+//! halfway    a decode worker dies at a stated token
+//! segments   what is left of shared memory by workers that die again and again
+//! ids        one request id, many requests, two routers
+//! place      a worker that is started again where it was
 //! ```
 //!
 //! Seen to fail: with SIGKILL in place of SIGTERM, since the record then waits for its
 //! lease; and on a machine that stood still for three seconds, while the router still
 //! took that for the death of every worker.
 
+mod blind;
 mod deaths;
 mod frozen;
+mod halfway;
+mod ids;
+mod leases;
 mod leaving;
 mod links;
 mod moving;
 mod outage;
+mod outages;
+mod place;
 mod pools;
+mod probe;
+mod reborn;
 mod resuming;
 mod rolling;
+mod segments;
 mod together;
+mod transfers;
 mod transports;
 mod views;
 

@@ -6,6 +6,7 @@
 //! cluster   a cluster inside this process and its counters
 //! client    requests in, whole outputs out
 //! doors     a cluster whose front doors are open
+//! etcd      a real etcd: stopped, emptied, frozen, asked, written to
 //! http      an HTTP client and a strict reader of event streams
 //! pace      time without the gaps of a busy machine
 //! process   a real etcd, real `baton` processes
@@ -15,6 +16,7 @@
 pub mod client;
 pub mod cluster;
 pub mod doors;
+pub mod etcd;
 pub mod http;
 pub mod link;
 pub mod models;

@@ -8,7 +8,6 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use baton_membership::{Etcd, EtcdConfig, Membership as _};
 use baton_proto::v1;
 use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
 use baton_proto::v1::inference_client::InferenceClient;
@@ -16,14 +15,15 @@ use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
 use rustix::process::{Pid, Signal, kill_process};
 use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
 
+pub use crate::etcd::{EtcdServer, wait_listed};
 use crate::http::Http;
 use crate::pace::Stopwatch;
 
 /// Patience for a process to start or to end.
-const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A port that was free a moment ago.
 ///
@@ -178,6 +178,15 @@ impl Process {
             .unwrap_or_else(|| panic!("`{}` died of a signal: {status}", self.name))
     }
 
+    /// Whether it still runs.
+    ///
+    /// # Panics
+    /// If the system does not say.
+    pub fn runs(&mut self) -> bool {
+        let ended = self.child.try_wait();
+        ended.expect("the process can be waited for").is_none()
+    }
+
     /// What it wrote to standard error.
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
@@ -193,124 +202,6 @@ impl Drop for Process {
             eprintln!("--- end of the log of `{}`:\n{tail}", self.name);
         }
         drop(self.child.start_kill());
-    }
-}
-
-/// A real etcd with its data in a temporary folder.
-pub struct EtcdServer {
-    process: Process,
-    url: String,
-    args: Vec<String>,
-}
-
-impl EtcdServer {
-    /// Starts one with short heartbeats, so that it serves within a second.
-    ///
-    /// # Panics
-    /// If etcd is not installed or does not start.
-    pub async fn start(folder: &Path) -> Self {
-        // A port that was free a moment ago may be taken; then others are tried.
-        for _ in 0..5 {
-            let (port, peer) = (free_port(), free_port());
-            let url = format!("http://127.0.0.1:{port}");
-            let peer = format!("http://127.0.0.1:{peer}");
-            let data = folder.join(format!("etcd-{port}"));
-            let args = [
-                "--name=test".to_owned(),
-                format!("--data-dir={}", data.display()),
-                "--logger=zap".to_owned(),
-                "--log-level=error".to_owned(),
-                "--heartbeat-interval=50".to_owned(),
-                "--election-timeout=300".to_owned(),
-                format!("--listen-client-urls={url}"),
-                format!("--advertise-client-urls={url}"),
-                format!("--listen-peer-urls={peer}"),
-                format!("--initial-advertise-peer-urls={peer}"),
-                format!("--initial-cluster=test={peer}"),
-            ];
-            let program = Path::new("etcd");
-            assert!(
-                which(program),
-                "no `etcd`: these tests need a real one, `apt-get install etcd-server`"
-            );
-            let mut process = Process::start("etcd", program, &args, folder);
-            let address = SocketAddr::from(([127, 0, 0, 1], port));
-            let started = Instant::now();
-            while started.elapsed() < PATIENCE
-                && process.child.try_wait().is_ok_and(|e| e.is_none())
-            {
-                // Connecting first: the client takes a refused connection for a defect.
-                if tokio::net::TcpStream::connect(address).await.is_ok() {
-                    let health = Http::new(address).get("/health").await;
-                    if String::from_utf8_lossy(&health.body).contains("true") {
-                        return Self {
-                            process,
-                            url,
-                            args: args.to_vec(),
-                        };
-                    }
-                }
-                sleep(Duration::from_millis(20)).await;
-            }
-        }
-        panic!("etcd did not start on five pairs of ports");
-    }
-
-    /// SIGKILL.
-    ///
-    /// # Panics
-    /// If it had gone before.
-    pub async fn kill(&mut self) {
-        self.process.kill().await;
-    }
-
-    /// Starts it again, on its ports and with its data.
-    ///
-    /// # Panics
-    /// If it cannot be started.
-    pub fn restart(&mut self, folder: &Path) {
-        self.process = Process::start("etcd", Path::new("etcd"), &self.args, folder);
-    }
-
-    /// Where it serves.
-    pub fn url(&self) -> &str {
-        &self.url
-    }
-
-    /// A follower of the workers that are registered.
-    ///
-    /// # Panics
-    /// If the address is malformed, which it is not.
-    pub fn follow(&self) -> Etcd {
-        Etcd::start(EtcdConfig::new(vec![self.url.clone()], "default")).expect("an etcd client")
-    }
-}
-
-fn which(program: &Path) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
-}
-
-/// Waits until the ids of the registered workers are these.
-///
-/// # Panics
-/// If they are not within `patience`.
-pub async fn wait_listed(etcd: &Etcd, ids: &[&str], patience: Duration) {
-    let mut view = etcd.watch();
-    let seen = |view: &baton_membership::View| -> Vec<String> {
-        view.workers.keys().map(|id| id.to_string()).collect()
-    };
-    let waiting = async {
-        loop {
-            if seen(&view.borrow_and_update()) == ids {
-                return;
-            }
-            view.changed().await.expect("the follower runs");
-        }
-    };
-    if timeout(patience, waiting).await.is_err() {
-        let now = seen(&etcd.watch().borrow());
-        panic!("after {patience:?} the workers are {now:?}, not {ids:?}");
     }
 }
 
@@ -491,10 +382,10 @@ impl Launcher {
     /// If it does not come up.
     pub async fn router(&self, extra: &[&str]) -> RouterProcess {
         let mut args = vec!["router".to_owned()];
-        args.extend([
-            format!("--etcd={}", self.etcd.url()),
-            "--etcd-ttl-s=10".into(),
-        ]);
+        args.push("--etcd-ttl-s=10".to_owned());
+        if !extra.iter().any(|arg| arg.starts_with("--etcd=")) {
+            args.push(format!("--etcd={}", self.etcd.url()));
+        }
         if !extra.iter().any(|arg| arg.starts_with("--http=")) {
             args.extend(["--http=127.0.0.1:0".to_owned(), "--grpc=127.0.0.1:0".into()]);
         }
@@ -528,10 +419,13 @@ impl Launcher {
             format!("--etcd={}", self.etcd.url()),
             format!("--worker-id={id}"),
             format!("--model={}", fixture_path(fixture).display()),
-            "--kv-tokens=16384".to_owned(),
-            "--chunk-tokens=64".to_owned(),
         ]);
-        for default in ["--etcd-ttl-s=10", "--kv-dtype=f32"] {
+        for default in [
+            "--etcd-ttl-s=10",
+            "--kv-dtype=f32",
+            "--kv-tokens=16384",
+            "--chunk-tokens=64",
+        ] {
             let (flag, _) = default.split_once('=').unwrap_or((default, ""));
             if !extra.iter().any(|arg| arg.starts_with(flag)) {
                 args.push(default.to_owned());

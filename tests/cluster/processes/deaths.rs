@@ -8,51 +8,14 @@ use baton_tests::http::Event;
 use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
 use baton_tests::pace::Stopwatch;
-use baton_tests::process::{Launcher, Pool, Worker, free_port};
+use baton_tests::process::{Launcher, Pool};
 use futures::future::join_all;
 use serde_json::json;
 
+use super::place::Place;
 use super::{SPLIT, Traffic, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
-
-/// A worker that can be started again on its ports.
-struct Place {
-    pool: Pool,
-    id: &'static str,
-    flags: Vec<String>,
-    worker: Option<Worker>,
-}
-
-impl Place {
-    fn new(pool: Pool, id: &'static str) -> Self {
-        let mut flags = vec![format!("--listen=127.0.0.1:{}", free_port())];
-        if pool == Pool::Decode {
-            flags.push(format!("--data-listen=127.0.0.1:{}", free_port()));
-        }
-        Self {
-            pool,
-            id,
-            flags,
-            worker: None,
-        }
-    }
-
-    async fn start(&mut self, launcher: &Launcher) {
-        let flags: Vec<&str> = self.flags.iter().map(String::as_str).collect();
-        let worker = launcher.worker(self.pool, self.id, "rand", &flags).await;
-        self.worker = Some(worker);
-    }
-
-    async fn kill(&mut self) {
-        let mut worker = self.worker.take().expect("it runs");
-        worker.process.kill().await;
-    }
-
-    fn worker(&self) -> &Worker {
-        self.worker.as_ref().expect("it runs")
-    }
-}
 
 /// Requests go on beside deaths: they complete elsewhere or fail with a typed error,
 /// and a worker that comes back on its old ports serves within two seconds.
@@ -61,10 +24,10 @@ async fn deaths_under_load_show_no_wrong_token() {
     let cases = known(&models::fixture("rand"), 0xdead, 32, 40);
     let launcher = Launcher::start().await;
     let mut places = [
-        Place::new(Pool::Prefill, "p0"),
-        Place::new(Pool::Prefill, "p1"),
-        Place::new(Pool::Decode, "d0"),
-        Place::new(Pool::Decode, "d1"),
+        Place::new(Pool::Prefill, "p0", &[]),
+        Place::new(Pool::Prefill, "p1", &[]),
+        Place::new(Pool::Decode, "d0", &[]),
+        Place::new(Pool::Decode, "d1", &[]),
     ];
     join_all(places.iter_mut().map(|place| place.start(&launcher))).await;
     let router = launcher.router(&SPLIT).await;
@@ -122,8 +85,8 @@ async fn a_prefill_worker_dead_at_the_first_token_repeats_and_loses_nothing() {
     let model = models::fixture("rand");
     let mut oracle = Oracle::new(&model, baton_proto::kv_layout::KvDtype::F32);
     let launcher = Launcher::start().await;
-    let mut prefill = Place::new(Pool::Prefill, "p0");
-    let mut decode = Place::new(Pool::Decode, "d0");
+    let mut prefill = Place::new(Pool::Prefill, "p0", &[]);
+    let mut decode = Place::new(Pool::Decode, "d0", &[]);
     tokio::join!(prefill.start(&launcher), decode.start(&launcher));
     let router = launcher.router(&SPLIT).await;
     let mut local = 0;
@@ -187,8 +150,8 @@ async fn a_prefill_worker_dead_at_the_first_token_repeats_and_loses_nothing() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_that_loses_its_only_decode_worker_ends_with_an_error() {
     let launcher = Launcher::start().await;
-    let mut prefill = Place::new(Pool::Prefill, "p0");
-    let mut decode = Place::new(Pool::Decode, "d0");
+    let mut prefill = Place::new(Pool::Prefill, "p0", &[]);
+    let mut decode = Place::new(Pool::Decode, "d0", &[]);
     tokio::join!(prefill.start(&launcher), decode.start(&launcher));
     let router = launcher.router(&SPLIT).await;
     router.wait_workers("rand", (1, 1), SOON).await;

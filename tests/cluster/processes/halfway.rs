@@ -1,0 +1,243 @@
+//! SIGKILL of a decode worker at a stated token of a short answer: between the two halves of a
+//! stop string, of a drawn answer, of two choices. What the client has is exactly what the dead
+//! worker got through, since its link is slow and then stands still.
+
+use std::time::Duration;
+
+use baton_proto::kv_layout::KvDtype;
+use baton_proto::sampling::SamplingParams;
+use baton_proto::v1;
+use baton_tests::client;
+use baton_tests::link::{Link, Pace};
+use baton_tests::models;
+use baton_tests::oracle::{Case, Oracle};
+use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
+use baton_tests::transcript::Transcript;
+
+use super::SPLIT;
+use super::place::Place;
+
+const SOON: Duration = Duration::from_secs(20);
+/// About a token every 20 ms.
+const SLOW: Pace = Pace::Bytes(1_500);
+const PROMPT: u32 = 33;
+const TOKENS: u32 = 40;
+/// What the client has when the worker dies.
+const SEEN: usize = 7;
+/// A machine that stood still may let too much through; then it is tried again.
+const TRIES: usize = 5;
+
+/// Two decode workers, each reached over a link of its own.
+struct Cluster {
+    launcher: Launcher,
+    _prefill: baton_tests::process::Worker,
+    decode: Vec<(Link, Place)>,
+    router: RouterProcess,
+    moved: f64,
+}
+
+impl Cluster {
+    async fn start() -> Self {
+        let launcher = Launcher::start().await;
+        let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
+        let mut decode = Vec::new();
+        for id in ["d0", "d1"] {
+            let port = free_port();
+            let link = Link::to(([127, 0, 0, 1], port).into()).await;
+            let advertise = format!("--advertise={}", link.address());
+            let mut place = Place::at(Pool::Decode, id, port, free_port(), &[&advertise]);
+            place.start(&launcher).await;
+            decode.push((link, place));
+        }
+        let router = launcher.router(&SPLIT).await;
+        router.wait_workers("rand", (1, 2), SOON).await;
+        Self {
+            launcher,
+            _prefill: prefill,
+            decode,
+            router,
+            moved: 0.0,
+        }
+    }
+
+    async fn handoffs(&self) -> Vec<u64> {
+        let mut all = Vec::new();
+        for (_, place) in &self.decode {
+            all.push(place.worker().load().await.handoffs_total);
+        }
+        all
+    }
+
+    fn pace(&self, pace: Pace) {
+        self.decode.iter().for_each(|(link, _)| link.set(pace));
+    }
+
+    /// The stream of a request whose decode worker dies once the client has `from` tokens and no
+    /// more than `to`; with what the client had then.
+    async fn cut(
+        &mut self,
+        request: &v1::GenerateRequest,
+        n: u32,
+        (from, to): (usize, usize),
+    ) -> (Transcript, Transcript) {
+        for _ in 0..TRIES {
+            let before = self.handoffs().await;
+            self.pace(SLOW);
+            let mut seen = Transcript::new(n);
+            let mut client = self.router.grpc();
+            let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
+            while seen.tokens() < from {
+                seen.take(stream.message().await.unwrap().expect("it goes on"));
+            }
+            self.pace(Pace::Held);
+            // What the router had already.
+            let rest = Duration::from_millis(20);
+            while let Ok(event) = tokio::time::timeout(rest, stream.message()).await {
+                match event.unwrap() {
+                    Some(event) => seen.take(event),
+                    None => break,
+                }
+            }
+            if seen.tokens() > to || seen.completed.is_some() {
+                self.pace(Pace::Free);
+                continue;
+            }
+            let had = seen.clone();
+            let after = self.handoffs().await;
+            let (mut dying, mut other) = (0, 1);
+            if after[dying] == before[dying] {
+                std::mem::swap(&mut dying, &mut other);
+            }
+            assert!(after[dying] > before[dying], "nobody got the prompt");
+            self.decode[dying].1.kill().await;
+            self.decode[dying].0.set(Pace::Closed);
+            self.decode[other].0.set(Pace::Free);
+            while let Some(event) = stream.message().await.unwrap() {
+                seen.take(event);
+            }
+            self.moved += 1.0;
+            let moved = self.router.metric("baton_migrations_total{result=\"ok\"}");
+            assert_eq!(moved.await, self.moved);
+            self.pace(Pace::Free);
+            self.decode[dying].1.start(&self.launcher).await;
+            self.router.wait_workers("rand", (1, 2), SOON).await;
+            return (seen, had);
+        }
+        panic!("{TRIES} times too much came through");
+    }
+}
+
+async fn whole(router: &RouterProcess, request: &v1::GenerateRequest, n: u32) -> Transcript {
+    let mut seen = Transcript::new(n);
+    let mut client = router.grpc();
+    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
+    while let Some(event) = stream.message().await.unwrap() {
+        seen.take(event);
+    }
+    seen
+}
+
+fn case(salt: u32, sampling: SamplingParams) -> Case {
+    let at = |at: u32| 6 + (at * 23 + salt * 41 + at * salt) % 290;
+    Case {
+        prompt: (0..PROMPT).map(at).collect(),
+        sampling: SamplingParams {
+            max_tokens: TOKENS,
+            ignore_eos: true,
+            ..sampling
+        },
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn forty_tokens_whose_worker_dies_after_seven_are_the_oracles_forty() {
+    let mut oracle = Oracle::new(&models::fixture("rand"), KvDtype::F32);
+    let mut cluster = Cluster::start().await;
+    let greedy = SamplingParams {
+        temperature: 0.0,
+        ..SamplingParams::default()
+    };
+    let drawn = SamplingParams {
+        temperature: 0.9,
+        seed: 11,
+        ..SamplingParams::default()
+    };
+    let two = SamplingParams {
+        n: 2,
+        ..drawn.clone()
+    };
+    for (salt, sampling) in (1..).zip([greedy, drawn, two]) {
+        let n = sampling.n;
+        let case = case(salt, sampling);
+        let right = oracle.run(&case);
+        let request = client::request(&case);
+        let undisturbed = whole(&cluster.router, &request, n).await;
+        let seven = SEEN * n as usize;
+        let (seen, had) = cluster.cut(&request, n, (seven, 5 * seven)).await;
+        println!("{} of {} tokens were here", had.tokens(), TOKENS * n);
+        seen.assert_same(&undisturbed, &format!("{n} choices"));
+        for (got, right) in seen.choices.iter().zip(&right) {
+            assert_eq!(got.ids, right.tokens);
+            assert_eq!(got.ids.len(), TOKENS as usize);
+        }
+        let usage = seen.completed.unwrap().usage.unwrap();
+        assert_eq!(usage.prompt_tokens, PROMPT);
+        assert_eq!(usage.completion_tokens, TOKENS * n);
+    }
+}
+
+/// The text of the tokens before each token of a stream, and after the last.
+async fn texts(router: &RouterProcess, request: &v1::GenerateRequest) -> Vec<usize> {
+    use v1::generate_event::Event;
+    let (mut ends, mut text) = (vec![0], 0);
+    let mut client = router.grpc();
+    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
+    while let Some(event) = stream.message().await.unwrap() {
+        if let Some(Event::Tokens(tokens)) = event.event {
+            text += tokens.text.len();
+            // Several at once: where each but the last ends is not known.
+            ends.resize(ends.len() + tokens.ids.len() - 1, usize::MAX);
+            ends.push(text);
+        }
+    }
+    ends
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_string_matches_whose_halves_two_workers_made() {
+    let mut cluster = Cluster::start().await;
+    let case = case(
+        9,
+        SamplingParams {
+            temperature: 0.9,
+            seed: 12,
+            ..SamplingParams::default()
+        },
+    );
+    let request = client::request(&case);
+    let text = whole(&cluster.router, &request, 1).await.choices[0]
+        .text
+        .clone();
+    let ends = texts(&cluster.router, &request).await;
+    // From after the fourth token or a little later to before the last few.
+    let known = |at: &usize| ends[*at] != usize::MAX && text.is_char_boundary(ends[*at]);
+    let first = (4..12).find(known).expect("a token that ends a character");
+    let last = (30..38).rev().find(known).expect("another one");
+    let stop = &text[ends[first]..ends[last]];
+    assert_eq!(text.find(stop), Some(ends[first]), "it comes once");
+    let request = v1::GenerateRequest {
+        stop: vec![stop.to_owned(), format!("{}\u{2603}", &text[..8])],
+        ..request
+    };
+    let undisturbed = whole(&cluster.router, &request, 1).await;
+    let end = undisturbed.choices[0].end.clone().expect("an end");
+    assert_eq!(end.2.as_deref(), Some(stop), "it is the stop string");
+    assert_eq!(undisturbed.choices[0].text, text[..ends[first]]);
+
+    let (seen, had) = cluster.cut(&request, 1, (first + 6, last - 4)).await;
+    println!("{} of {last} tokens were here", had.tokens());
+    // Half of it was made, and none of it was shown.
+    assert_eq!(had.choices[0].text, text[..ends[first]]);
+    assert!(had.choices[0].end.is_none());
+    seen.assert_same(&undisturbed, "a stop string in two halves");
+}
