@@ -275,7 +275,8 @@ pub struct Doors {
 }
 
 /// Serves the front doors until `shutdown` and lets running streams end within the
-/// router's drain time. One door that breaks closes the other.
+/// router's drain time; until they have, whoever comes is refused. One door that breaks
+/// closes the other.
 ///
 /// # Errors
 /// Settings a door cannot be opened with, or a door that broke.
@@ -289,13 +290,16 @@ pub async fn serve_doors(
         shutdown.cancelled().await;
         return Ok(());
     };
-    let frontend = router.frontend();
-    let drain = Duration::from_millis(frontend.config().drain_ms);
     let http = async {
-        let serving = baton_router::http::serve(frontend.clone(), http, admin, shutdown.clone());
+        let close = CancellationToken::new();
+        let serving = baton_router::http::serve(router.frontend(), http, admin, close.clone());
         let overdue = async {
             shutdown.cancelled().await;
-            tokio::time::sleep(drain + DOOR_CLOSE_TIME).await;
+            // A client that reads slowly has until then as well.
+            let over = router.drain() + DOOR_CLOSE_TIME;
+            drop(tokio::time::timeout_at(over, router.see_out()).await);
+            close.cancel();
+            tokio::time::sleep_until(over).await;
         };
         let served = tokio::select! {
             served = serving => served,

@@ -16,7 +16,8 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::CliCommand;
+use crate::cli::{CliCommand, ModelArgs};
+use crate::settings::{self, ServedModel};
 
 /// Runs one subcommand to its end.
 ///
@@ -63,6 +64,31 @@ pub(crate) fn runtime() -> anyhow::Result<tokio::runtime::Runtime> {
         .thread_name("baton-io")
         .build()
         .context("start the runtime")
+}
+
+/// Runs a role to its end. Work off the runtime that is still going then, such as a model
+/// that nobody needs any more, is not waited for.
+pub(crate) fn run_role(role: impl Future<Output = anyhow::Result<()>>) -> anyhow::Result<()> {
+    let runtime = runtime()?;
+    let ended = runtime.block_on(role);
+    runtime.shutdown_background();
+    ended
+}
+
+/// Loads the model that the flags name; `None` if the process is to end before it is there.
+pub(crate) async fn load_unless(
+    shutdown: &CancellationToken,
+    args: &ModelArgs,
+) -> anyhow::Result<Option<ServedModel>> {
+    let args = args.clone();
+    let loading = tokio::task::spawn_blocking(move || settings::load_model(&args, false));
+    tokio::select! {
+        loaded = loading => loaded.context("load model")?.map(Some),
+        () = shutdown.cancelled() => {
+            tracing::info!("left before the model was loaded");
+            Ok(None)
+        }
+    }
 }
 
 /// One wish to stop may arrive as several signals: a terminal or `timeout` sends it to

@@ -28,12 +28,13 @@ use crate::admission::Admission;
 use crate::auth::{Keys, Tenant};
 use crate::config::RouterConfig;
 use crate::driver::{Driver, Job, Outlet, Resumed};
+use crate::giants::Giants;
 use crate::placement::Policy;
 use crate::placement::forecast::Margin;
 use crate::placement::prefix_index::PrefixIndex;
 use crate::resume::fences::Fences;
 use crate::resume::{ResumeKeys, check_parameters};
-use crate::validate::{self, Prompt};
+use crate::validate;
 use crate::workers::Workers;
 
 /// What the parts of a router share.
@@ -47,6 +48,7 @@ pub struct Shared {
     pub keys: Keys,
     pub resume_keys: ResumeKeys,
     pub fences: Fences,
+    pub giants: Giants,
     pub prefixes: Mutex<PrefixIndex>,
     /// How far forecasts were off.
     pub margin: Mutex<Margin>,
@@ -218,10 +220,12 @@ impl Frontend {
             resuming::fill_in(&mut wire_sampling, claims)?;
         }
         let received = request.resume.as_ref().map(|resume| resume.choices.clone());
-        let prompt = validate::prompt(request, created)?;
-        let prompt_field = prompt.field();
-        let tokenizer = Arc::clone(&model.tokenizer);
-        let encoding = environment::off_runtime(move || prompt.encode(&tokenizer));
+        let prompt_field = validate::prompt_field(&request);
+        let bytes = validate::prompt_bytes(&request);
+        let (tokenizer, context_max) = (Arc::clone(&model.tokenizer), model.context_max);
+        let encoding = shared.giants.work(bytes, move || {
+            validate::prompt(request, created)?.encode(&tokenizer, context_max)
+        });
         let prompt = tokio::time::timeout_at(deadline, encoding)
             .await
             .map_err(|_| {
@@ -229,8 +233,7 @@ impl Frontend {
                     ErrorKind::Deadline,
                     "the request's time ended while its prompt was tokenized",
                 )
-            })?
-            .map_err(|error| validate::lost_thread(&error))??;
+            })???;
         let tokenized = Instant::now();
 
         if let Some(claims) = &claims {
@@ -299,6 +302,7 @@ impl Frontend {
         let model = self.shared.workers.model(&request.model)?;
         let tokenizer = Arc::clone(&model.tokenizer);
         let add_special = request.add_special.unwrap_or(true);
+        let giants = &self.shared.giants;
         let ids = match request.input {
             None => return Err(Error::invalid("text", "missing")),
             Some(Input::Text(text)) => {
@@ -306,19 +310,21 @@ impl Frontend {
                     add_special,
                     ..EncodeOptions::PROMPT
                 };
-                tokio::task::spawn_blocking(move || {
+                let encoding = giants.work(text.len(), move || {
                     tokenizer
                         .encode(&text, options)
                         .map_err(|error| validate::tokenizer_error("text", &error))
-                })
-                .await
+                });
+                encoding.await??
             }
             Some(Input::Chat(chat)) => {
-                let prompt: Prompt = validate::chat_prompt(&chat, unix_seconds())?;
-                tokio::task::spawn_blocking(move || prompt.encode(&tokenizer)).await
+                // However long: nothing is generated.
+                let encoding = giants.work(validate::chat_bytes(&chat), move || {
+                    validate::chat_prompt(&chat, unix_seconds())?.encode(&tokenizer, u32::MAX)
+                });
+                encoding.await??
             }
         };
-        let ids = ids.map_err(|error| validate::lost_thread(&error))??;
         Ok(v1::TokenizeResponse {
             ids,
             context_max: model.context_max,
@@ -339,9 +345,9 @@ impl Frontend {
             let message = format!("token id {id} is not below the vocabulary's {size}");
             return Err(Error::invalid("ids", message));
         }
-        let text = tokio::task::spawn_blocking(move || tokenizer.decode(&request.ids, false))
-            .await
-            .map_err(|error| validate::lost_thread(&error))?;
+        let bytes = size_of_val(request.ids.as_slice());
+        let decoding = move || tokenizer.decode(&request.ids, false);
+        let text = self.shared.giants.work(bytes, decoding).await?;
         Ok(v1::DetokenizeResponse { text })
     }
 
@@ -388,6 +394,11 @@ impl Frontend {
     /// The router's live metrics.
     pub fn metrics(&self) -> &RouterMetrics {
         &self.shared.metrics
+    }
+
+    /// Where long inputs are worked on.
+    pub(crate) fn giants(&self) -> &Giants {
+        &self.shared.giants
     }
 
     /// The workers of this router.

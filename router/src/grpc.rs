@@ -79,14 +79,27 @@ fn parse_timeout(text: &str) -> Option<Duration> {
     })
 }
 
-/// Answers in time by itself: tonic's timer, which a handler that still reads its
-/// request can lose to, ends the call as `CANCELLED` and without details.
+/// Says by itself what tonic would say in other words and without details.
 ///
-/// Both timers start with the call, this one first, and tonic looks at its own last.
+/// A deadline: tonic's timer, which a handler that still reads its request can lose to,
+/// ends the call as `CANCELLED`. Both timers start with the call, this one first, and tonic
+/// looks at its own last. A message over the limit: tonic calls that `OUT_OF_RANGE`.
 #[derive(Clone)]
-struct InTime<S>(S);
+struct OurWords<S>(S);
 
-impl<S, B> tower::Service<http::Request<B>> for InTime<S>
+/// tonic's refusal of a message by its size as one of ours.
+fn too_large(response: http::Response<tonic::body::Body>) -> http::Response<tonic::body::Body> {
+    match Status::from_header_map(response.headers()) {
+        // No handler of this door answers so.
+        Some(status) if status.code() == tonic::Code::OutOfRange => {
+            let error = Error::new(ErrorKind::TooLarge, status.message());
+            to_status(&error.with_reason("BODY_TOO_LARGE")).into_http()
+        }
+        _ => response,
+    }
+}
+
+impl<S, B> tower::Service<http::Request<B>> for OurWords<S>
 where
     S: tower::Service<http::Request<B>, Response = http::Response<tonic::body::Body>>,
     S::Future: Send + 'static,
@@ -107,11 +120,11 @@ where
         let answer = self.0.call(request);
         Box::pin(async move {
             let Some(due) = due else {
-                return answer.await;
+                return answer.await.map(too_large);
             };
             tokio::select! {
                 biased;
-                answered = answer => answered,
+                answered = answer => answered.map(too_large),
                 () = due => {
                     let message = "the request's deadline passed before it was read";
                     Ok(to_status(&Error::new(ErrorKind::Deadline, message)).into_http())
@@ -176,19 +189,27 @@ impl Inference for Door {
     }
 }
 
-/// Keeps the health service in step with readiness. Never returns.
-async fn report_health(frontend: Frontend, reporter: HealthReporter) {
+/// What the health service knows; the first is the server as a whole.
+const HEALTH_OF: [&str; 2] = ["", "baton.v1.Inference"];
+
+/// Keeps the health service in step with readiness until the door closes. Never returns.
+async fn report_health(frontend: Frontend, reporter: HealthReporter, close: CancellationToken) {
     let mut timer = tokio::time::interval(HEALTH_INTERVAL);
-    loop {
-        timer.tick().await;
+    while close.run_until_cancelled(timer.tick()).await.is_some() {
         let status = match frontend.readiness() {
             Readiness::Ready => ServingStatus::Serving,
             Readiness::NotReady(_) => ServingStatus::NotServing,
         };
-        for service in ["", "baton.v1.Inference"] {
+        for service in HEALTH_OF {
             reporter.set_service_status(service, status).await;
         }
     }
+    // Ends the calls that watch, for which the door would wait.
+    let mut reporter = reporter;
+    for service in HEALTH_OF {
+        reporter.clear_service_status(service).await;
+    }
+    std::future::pending().await
 }
 
 fn routes(frontend: &Frontend) -> Result<(Routes, HealthReporter), Error> {
@@ -216,7 +237,8 @@ fn routes(frontend: &Frontend) -> Result<(Routes, HealthReporter), Error> {
 
 impl Router {
     /// Serves the gRPC front door on `listener` until `shutdown`. Running streams
-    /// then get [`crate::RouterConfig::drain_ms`], and are ended with `UNAVAILABLE`.
+    /// then get [`crate::RouterConfig::drain_ms`], and are ended with `UNAVAILABLE`; until
+    /// they have ended, whoever comes is refused with `DRAINING`.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] for TLS files that cannot be used, or when an address
@@ -233,26 +255,29 @@ impl Router {
             .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
         config.check_exposure("grpc", address)?;
         let (routes, reporter) = routes(&frontend)?;
+        let close = CancellationToken::new();
         let server = transport::server(&config.tls)?
-            .layer(tower::layer::layer_fn(InTime))
+            .layer(tower::layer::layer_fn(OurWords))
             .add_routes(routes)
             .serve_with_incoming_shutdown(
                 TcpIncoming::from(listener).with_nodelay(Some(true)),
-                shutdown.clone().cancelled_owned(),
+                close.clone().cancelled_owned(),
             );
-        let drain = async {
+        let overdue = async {
             shutdown.cancelled().await;
-            tokio::time::sleep_until(self.drain()).await;
-            self.end_requests();
-            tokio::time::sleep(CLOSE_TIME).await;
+            // A client that reads slowly has until then as well.
+            let over = self.drain() + CLOSE_TIME;
+            drop(tokio::time::timeout_at(over, self.see_out()).await);
+            close.cancel();
+            tokio::time::sleep_until(over).await;
         };
         tracing::info!(%address, "gRPC front door open");
         tokio::select! {
             served = server => served.map_err(|error| {
                 Error::new(ErrorKind::Internal, format!("serve gRPC on `{address}`: {error}"))
             }),
-            () = drain => Ok(()),
-            () = report_health(frontend.clone(), reporter) => Ok(()),
+            () = overdue => Ok(()),
+            () = report_health(frontend.clone(), reporter, close.clone()) => Ok(()),
         }
     }
 }

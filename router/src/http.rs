@@ -45,6 +45,8 @@ use crate::view::ClusterView;
 use fault::Fault;
 use request::Call;
 
+/// A body up to this is parsed where it arrives: well below a millisecond.
+const PARSED_AT_ONCE_MAX: usize = 64 << 10;
 /// How much of a body over the limit is read before its client is answered.
 const DISCARD_BYTES_MAX: usize = 4 * limits::BODY_BYTES_MAX;
 /// And for how long.
@@ -128,8 +130,8 @@ async fn chat(
     body: Body,
 ) -> Result<Response, Fault> {
     let call = context(&frontend, &headers)?;
-    let body: wire::ChatCompletion = read(&headers, body).await?;
-    run(&frontend, Call::from_chat(body)?, call).await
+    let chat = read(&frontend, &headers, body, Call::from_chat).await?;
+    run(&frontend, chat, call).await
 }
 
 async fn completions(
@@ -138,21 +140,22 @@ async fn completions(
     body: Body,
 ) -> Result<Response, Fault> {
     let call = context(&frontend, &headers)?;
-    let body: wire::Completion = read(&headers, body).await?;
-    run(&frontend, Call::from_completion(body)?, call).await
+    let completion = read(&frontend, &headers, body, Call::from_completion).await?;
+    run(&frontend, completion, call).await
 }
 
 /// Starts every prompt of a call before anything is answered: one that is refused
 /// refuses the whole, and dropping the others cancels them.
 async fn run(frontend: &Frontend, call: Call, context: CallContext) -> Result<Response, Fault> {
     let mut streams: Vec<GenerateStream> = Vec::with_capacity(call.requests.len());
-    for request in &call.requests {
-        streams.push(frontend.generate(request.clone(), context.clone()).await?);
+    let model = call.requests[0].model.clone();
+    for request in call.requests {
+        streams.push(frontend.generate(request, context.clone()).await?);
     }
     let request_id = streams
         .first()
         .map(|stream| stream.request_id().to_string());
-    let tokenizer = frontend.tokenizer(&call.requests[0].model)?;
+    let tokenizer = frontend.tokenizer(&model)?;
     let shape = call.shape;
     let mut response = if shape.stream {
         stream::respond(streams, shape, tokenizer)
@@ -215,8 +218,8 @@ async fn tokenize(
     body: Body,
 ) -> Result<Response, Fault> {
     context(&frontend, &headers)?;
-    let body: wire::Tokenize = read(&headers, body).await?;
-    let answer = frontend.tokenize(request::tokenize(body)?).await?;
+    let asked = read(&frontend, &headers, body, request::tokenize).await?;
+    let answer = frontend.tokenize(asked).await?;
     Ok(axum::Json(json!({
         "tokens": answer.ids,
         "count": answer.ids.len(),
@@ -231,13 +234,14 @@ async fn detokenize(
     body: Body,
 ) -> Result<Response, Fault> {
     context(&frontend, &headers)?;
-    let body: wire::Detokenize = read(&headers, body).await?;
-    let answer = frontend
-        .detokenize(v1::DetokenizeRequest {
+    let translate = |body: wire::Detokenize| {
+        Ok(v1::DetokenizeRequest {
             model: body.model.unwrap_or_default(),
             ids: body.tokens,
         })
-        .await?;
+    };
+    let asked = read(&frontend, &headers, body, translate).await?;
+    let answer = frontend.detokenize(asked).await?;
     Ok(axum::Json(json!({ "prompt": answer.text })).into_response())
 }
 
@@ -268,13 +272,21 @@ async fn discard(mut frames: axum::body::BodyDataStream, mut seen: usize) {
     drop(tokio::time::timeout(DISCARD_TIME, reading).await);
 }
 
-/// The body as JSON; what is wrong is named by its path.
-async fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Body) -> Result<T, Fault> {
-    let too_large = || {
-        let message = format!(
-            "the body is over the limit of {} bytes",
-            limits::BODY_BYTES_MAX
-        );
+/// The body as JSON, translated; what is wrong is named by its path.
+async fn read<T, R>(
+    frontend: &Frontend,
+    headers: &HeaderMap,
+    body: Body,
+    translate: fn(T) -> Result<R, Error>,
+) -> Result<R, Fault>
+where
+    T: DeserializeOwned + 'static,
+    R: Send + 'static,
+{
+    let too_large = |length: Option<u64>| {
+        let size = length.map_or_else(String::new, |length| format!(" of {length} bytes"));
+        let limit = limits::BODY_BYTES_MAX;
+        let message = format!("the body{size} is over the limit of {limit} bytes");
         Fault(Error::new(ErrorKind::TooLarge, message).with_reason("body_too_large"))
     };
     let announced = headers
@@ -285,7 +297,7 @@ async fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Body) -> Result<T,
         if !headers.contains_key(header::EXPECT) {
             discard(body.into_data_stream(), 0).await;
         }
-        return Err(too_large());
+        return Err(too_large(announced));
     }
     let mut bytes = Vec::new();
     let mut frames = body.into_data_stream();
@@ -295,11 +307,20 @@ async fn read<T: DeserializeOwned>(headers: &HeaderMap, body: Body) -> Result<T,
         })?;
         if bytes.len() + frame.len() > limits::BODY_BYTES_MAX {
             discard(frames, bytes.len() + frame.len()).await;
-            return Err(too_large());
+            return Err(too_large(None));
         }
         bytes.extend_from_slice(&frame);
     }
-    let mut parser = serde_json::Deserializer::from_slice(&bytes);
+    let length = bytes.len();
+    let parse = move || translate(parse(&bytes)?);
+    if length <= PARSED_AT_ONCE_MAX {
+        return Ok(parse()?);
+    }
+    Ok(frontend.giants().work(length, parse).await??)
+}
+
+fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
+    let mut parser = serde_json::Deserializer::from_slice(bytes);
     let value: T = serde_path_to_error::deserialize(&mut parser).map_err(|error| {
         let path = error.path().to_string();
         let field = if path == "." { String::new() } else { path };

@@ -21,6 +21,7 @@ pub mod auth;
 pub mod config;
 pub mod driver;
 pub mod frontend;
+pub mod giants;
 pub mod grpc;
 pub mod http;
 pub mod last_view;

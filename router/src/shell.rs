@@ -18,6 +18,7 @@ use crate::admission::Admission;
 use crate::auth::Keys;
 use crate::config::RouterConfig;
 use crate::frontend::{Frontend, Shared};
+use crate::giants::Giants;
 use crate::last_view::{self, LastView};
 use crate::placement::LeastTokens;
 use crate::placement::WorkerKey;
@@ -84,6 +85,7 @@ impl Router {
             keys: Keys::new(&config.api_keys),
             resume_keys: ResumeKeys::new(&config.resume_keys),
             fences: Fences::default(),
+            giants: Giants::default(),
             prefixes: Mutex::new(PrefixIndex::new(config.prefix_spans_max)),
             margin: Mutex::default(),
             metrics,
@@ -141,8 +143,9 @@ impl Router {
     }
 
     /// Takes nothing new, gives running requests what is left of
-    /// [`RouterConfig::drain_ms`], ends the rest, and joins every task.
-    pub async fn stop(mut self) {
+    /// [`RouterConfig::drain_ms`], and ends the rest. Front doors stay open meanwhile, so
+    /// that whoever still comes is told to go elsewhere.
+    pub async fn see_out(&self) {
         let until = self.drain();
         let requests = &self.shared.requests;
         requests.close();
@@ -154,6 +157,11 @@ impl Router {
             self.end_requests();
             requests.wait().await;
         }
+    }
+
+    /// As [`Router::see_out`]; then joins every task.
+    pub async fn stop(mut self) {
+        self.see_out().await;
         self.stop_following.cancel();
         while self.follower.join_next().await.is_some() {}
     }

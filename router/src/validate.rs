@@ -7,7 +7,7 @@
 
 use baton_proto::sampling::SamplingParams;
 use baton_proto::work::check_context;
-use baton_proto::{Error, ErrorKind, TokenId, convert, limits, v1};
+use baton_proto::{Error, TokenId, convert, limits, v1};
 use baton_tokenizer::{ChatRequest, EncodeOptions, Tokenizer};
 
 use crate::text::StopRules;
@@ -67,7 +67,32 @@ pub fn stop_rules(request: &v1::GenerateRequest, min_tokens: u32) -> Result<Stop
     })
 }
 
-/// The prompt of a request, not yet tokens.
+/// The field that a request's prompt comes from.
+pub fn prompt_field(request: &v1::GenerateRequest) -> &'static str {
+    match request.prompt {
+        Some(v1::generate_request::Prompt::Chat(_)) => "messages",
+        _ => "prompt",
+    }
+}
+
+/// How much there is to a request's prompt, before anything is done with it.
+pub fn prompt_bytes(request: &v1::GenerateRequest) -> usize {
+    use v1::generate_request::Prompt as Wire;
+    match &request.prompt {
+        None => 0,
+        Some(Wire::Text(text)) => text.len(),
+        Some(Wire::TokenIds(tokens)) => size_of_val(tokens.ids.as_slice()),
+        Some(Wire::Chat(chat)) => chat_bytes(chat),
+    }
+}
+
+/// The same of a conversation.
+pub fn chat_bytes(chat: &v1::Chat) -> usize {
+    let messages = chat.messages.iter().map(|message| message.json.len());
+    messages.sum::<usize>() + chat.tools_json.len()
+}
+
+/// The prompt of a request, not yet tokens. As much work as the prompt is long.
 ///
 /// # Errors
 /// [`ErrorKind::Invalid`] naming `prompt` or a message.
@@ -121,21 +146,15 @@ pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
 }
 
 impl Prompt {
-    /// The request's field that it came from.
-    pub fn field(&self) -> &'static str {
-        match self {
-            Self::Text(_) | Self::Tokens(_) => "prompt",
-            Self::Chat(_) => "messages",
-        }
-    }
-
-    /// The prompt's tokens, at least one. CPU bound.
+    /// The prompt's tokens, at least one. CPU bound. A text that cannot fit `context_max`
+    /// tokens is refused before it is encoded; one that could is counted by the caller.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] naming the field; an empty prompt has the reason `EMPTY_PROMPT`.
-    pub fn encode(self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>, Error> {
+    pub fn encode(self, tokenizer: &Tokenizer, context_max: u32) -> Result<Vec<TokenId>, Error> {
         let (field, ids) = match self {
             Self::Text(text) => {
+                check_fits(&text, tokenizer, context_max)?;
                 let ids = tokenizer.encode(&text, EncodeOptions::PROMPT);
                 (
                     "prompt",
@@ -154,6 +173,7 @@ impl Prompt {
                 let text = tokenizer
                     .render_chat(&chat)
                     .map_err(|error| tokenizer_error("messages", &error))?;
+                check_fits(&text, tokenizer, context_max)?;
                 let ids = tokenizer.encode(&text, EncodeOptions::RENDERED_CHAT);
                 (
                     "messages",
@@ -167,6 +187,20 @@ impl Prompt {
         }
         Ok(ids)
     }
+}
+
+/// Refuses a text that is too long whatever its tokens are: encoding megabytes takes
+/// seconds, and counting them nothing.
+fn check_fits(text: &str, tokenizer: &Tokenizer, context_max: u32) -> Result<(), Error> {
+    let fewest = tokenizer.fewest_tokens(text);
+    if fewest as u64 <= u64::from(context_max) {
+        return Ok(());
+    }
+    let message = format!(
+        "the model's context is {context_max} tokens, the prompt of {} bytes has at least {fewest}",
+        text.len()
+    );
+    Err(Error::invalid("max_tokens", message).with_reason("CONTEXT_LENGTH_EXCEEDED"))
 }
 
 /// A tokenizer's error as a client sees it; `field` if it names none.
@@ -234,14 +268,10 @@ pub fn clean_request_id(given: &str) -> String {
     }
 }
 
-/// An error that says which kind a missing tokenizer thread is.
-pub(crate) fn lost_thread(error: &tokio::task::JoinError) -> Error {
-    Error::new(ErrorKind::Internal, format!("tokenize: {error}"))
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use baton_proto::ErrorKind;
 
     fn unsupported(change: impl FnOnce(&mut v1::GenerateRequest)) -> String {
         let mut request = v1::GenerateRequest::default();

@@ -2,6 +2,7 @@
 
 mod bad_input;
 mod clients_gone;
+mod giants;
 mod grpc_api;
 mod http_api;
 mod kv_wire;

@@ -8,6 +8,7 @@
 //! moving     a stream whose decode worker dies is the undisturbed one, over both doors
 //! frozen     SIGSTOP: the right pool is blamed, and a worker comes back
 //! leaving    streams that outlast their worker's grace time go on elsewhere
+//! terminating  SIGTERM to every role at every moment: what runs ends well, then at once
 //! rolling    everything is restarted, one after the other, under load
 //! resuming   routers die or stand still, and clients go on at another one
 //! views      a new router knows its workers' prefix caches
@@ -47,6 +48,7 @@ mod reborn;
 mod resuming;
 mod rolling;
 mod segments;
+mod terminating;
 mod together;
 mod transfers;
 mod transports;

@@ -241,6 +241,11 @@ impl Worker {
         answer.expect("the worker describes itself").into_inner()
     }
 
+    /// A client of its admin port.
+    pub fn admin(&self) -> Http {
+        Http::new(self.admin)
+    }
+
     /// Its metrics as they are scraped.
     ///
     /// # Panics

@@ -3,17 +3,16 @@
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use anyhow::Context as _;
 use baton_decode_worker::DecodeWorker;
 use baton_prefill_worker::PrefillWorker;
 use baton_router::Router;
 
 use super::up::bind;
-use super::{print, runtime, shutdown_signal};
-use crate::cli::{DecodeRoleArgs, ModelArgs, PrefillRoleArgs, RouterRoleArgs, TlsArgs};
+use super::{load_unless, print, run_role, shutdown_signal};
+use crate::cli::{DecodeRoleArgs, PrefillRoleArgs, RouterRoleArgs, TlsArgs};
 use crate::cluster::{Doors, serve_doors};
+use crate::settings;
 use crate::settings::flag_error;
-use crate::settings::{self, ServedModel};
 
 /// `baton router`.
 ///
@@ -23,7 +22,7 @@ pub fn router(args: RouterRoleArgs) -> anyhow::Result<()> {
     let mut config = settings::router_config(&args.router, &args.tls, &args.worker_tls)?;
     config.worker.clone_from(&args.seeds.worker);
     config.state_dir.clone_from(&args.seeds.state_dir);
-    runtime()?.block_on(async {
+    run_role(async {
         let shutdown = shutdown_signal()?;
         let http = bind("--http", config.http).await?;
         let grpc = bind("--grpc", config.grpc).await?;
@@ -43,22 +42,17 @@ pub fn router(args: RouterRoleArgs) -> anyhow::Result<()> {
     })
 }
 
-async fn load(args: &ModelArgs) -> anyhow::Result<ServedModel> {
-    let args = args.clone();
-    tokio::task::spawn_blocking(move || settings::load_model(&args, false))
-        .await
-        .context("load model")?
-}
-
 /// `baton prefill`.
 ///
 /// # Errors
 /// A setting, a model or a port that cannot be used, or an engine that failed.
 pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
-    runtime()?.block_on(async {
+    run_role(async {
         let shutdown = shutdown_signal()?;
         let membership = settings::membership(&args.etcd)?;
-        let served = load(&args.model).await?;
+        let Some(served) = load_unless(&shutdown, &args.model).await? else {
+            return Ok(());
+        };
         let config = settings::prefill_config(&args, &served.name)?;
         let id = config.worker_id.clone();
         let worker = PrefillWorker::start(config, served.model, Arc::clone(&membership)).await?;
@@ -75,10 +69,12 @@ pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
 /// # Errors
 /// As [`prefill`].
 pub fn decode(args: DecodeRoleArgs) -> anyhow::Result<()> {
-    runtime()?.block_on(async {
+    run_role(async {
         let shutdown = shutdown_signal()?;
         let membership = settings::membership(&args.etcd)?;
-        let served = load(&args.model).await?;
+        let Some(served) = load_unless(&shutdown, &args.model).await? else {
+            return Ok(());
+        };
         let config = settings::decode_config(&args, &served.name)?;
         let id = config.worker_id.clone();
         let worker = DecodeWorker::start(config, served.model, Arc::clone(&membership)).await?;

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use tokio::net::TcpListener;
 
-use super::{print, runtime, shutdown_signal};
+use super::{load_unless, print, run_role, shutdown_signal};
 use crate::cli::{UpArgs, WorkerTlsArgs};
 use crate::cluster::{Cluster, ClusterPlan, Doors};
-use crate::settings::{load_model, router_config};
+use crate::settings::router_config;
 
 /// Runs until SIGTERM or Ctrl-C.
 ///
@@ -17,16 +17,15 @@ use crate::settings::{load_model, router_config};
 /// A setting, a model or a port that cannot be used.
 pub fn run(args: UpArgs) -> anyhow::Result<()> {
     let router = router_config(&args.router, &args.tls, &WorkerTlsArgs::default())?;
-    runtime()?.block_on(async {
+    run_role(async {
         let shutdown = shutdown_signal()?;
         // Ports first: a taken one is found before the model is loaded.
         let http = bind("--http", router.http).await?;
         let grpc = bind("--grpc", router.grpc).await?;
         let (http_at, grpc_at) = (http.local_addr()?, grpc.local_addr()?);
-        let model_args = args.model.clone();
-        let served = tokio::task::spawn_blocking(move || load_model(&model_args, false))
-            .await
-            .context("load model")??;
+        let Some(served) = load_unless(&shutdown, &args.model).await? else {
+            return Ok(());
+        };
         let plan =
             ClusterPlan::from_flags(router, &args.engine, &args.pools, args.slo, &served.name);
         let has_chat = !served.model.tokenizer_spec().chat_templates.is_empty();

@@ -16,7 +16,7 @@ use crate::pre_tokenize::PreTokenizer;
 
 /// The byte that a character of the alphabet stands for: printable Latin-1 stands for
 /// itself, the other 68 bytes are U+0100 onwards in order.
-fn byte_of(character: char) -> Option<u8> {
+pub(crate) fn byte_of(character: char) -> Option<u8> {
     let code = character as u32;
     match code {
         0x21..=0x7e | 0xa1..=0xac | 0xae..=0xff => Some(code as u8),
@@ -96,6 +96,11 @@ impl ByteLevelEncoder {
             words,
             unknown,
         })
+    }
+
+    /// Whether the text is brought into Unicode NFC first.
+    pub(crate) fn normalises(&self) -> bool {
+        self.split.nfc
     }
 
     /// Appends the ids of `text`, which holds no special tokens.

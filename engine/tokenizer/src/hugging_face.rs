@@ -14,6 +14,7 @@ use serde_json::Value;
 
 use crate::byte_level;
 use crate::error::Error;
+use crate::reach::Reach;
 use crate::vocabulary::{Vocabulary, byte_token};
 
 /// Ids above this are taken for a damaged file: the table of bytes is dense.
@@ -31,6 +32,8 @@ pub(crate) struct HuggingFace {
     pub(crate) encoder: HuggingFaceEncoder,
     pub(crate) vocabulary: Vocabulary,
     pub(crate) strip_blanks: usize,
+    /// How much text a token can stand for, if that is known.
+    pub(crate) reach: Option<Reach>,
 }
 
 impl HuggingFace {
@@ -52,6 +55,8 @@ impl HuggingFace {
                 reason: format!("token `{text}` has id {id}, more than {ID_MAX}"),
             });
         }
+        let longest = tokens.iter().map(|(_, text)| text.len()).max();
+        let reach = Reach::of_file(&file, longest.unwrap_or(0));
         let added = parsing.get_added_tokens_decoder();
         let mut vocabulary = Vocabulary::default();
         for (id, text) in tokens {
@@ -74,6 +79,7 @@ impl HuggingFace {
             },
             vocabulary,
             strip_blanks: decoder.strip_blanks,
+            reach,
         })
     }
 }

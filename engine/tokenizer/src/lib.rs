@@ -20,6 +20,7 @@ mod hugging_face;
 mod merge;
 mod pre_tokenize;
 mod python_json;
+mod reach;
 mod sentence_piece;
 mod stop;
 mod strftime;

@@ -12,6 +12,7 @@ use crate::chat::ChatRequest;
 use crate::error::Error;
 use crate::hugging_face::{HuggingFace, HuggingFaceEncoder};
 use crate::merge::Merger;
+use crate::reach::Reach;
 use crate::sentence_piece::{BLANK, SentencePieceEncoder};
 use crate::template::Templates;
 use crate::vocabulary::{Vocabulary, byte_token};
@@ -56,6 +57,7 @@ pub struct Tokenizer {
     vocabulary: Vocabulary,
     /// Blanks that decoding takes from the front of a whole text.
     strip_blanks: usize,
+    reach: Option<Reach>,
     bos: Option<TokenId>,
     eos: Vec<TokenId>,
     add_bos: bool,
@@ -91,14 +93,18 @@ impl Tokenizer {
     ///
     /// *Errors*: the specification is damaged, or needs a rule this crate lacks.
     pub fn from_spec(spec: &TokenizerSpec) -> Result<Self, Error> {
-        let (encoder, mut vocabulary, strip_blanks) = match &spec.model {
+        // As the tokens are spelled, which is never shorter than what they stand for.
+        let spelled = spec.tokens.iter().map(|token| token.text.len()).max();
+        let spelled = spelled.unwrap_or(0);
+        let (encoder, mut vocabulary, strip_blanks, reach) = match &spec.model {
             TokenizerModel::ByteLevelBpe { merges, pre } => {
                 let encoder = ByteLevelEncoder::new(&spec.tokens, merges, pre, spec.unknown)?;
+                let reach = Reach::of(spelled, encoder.normalises());
                 let encoder = Encoder::ByteLevel {
                     added: added_tokens(spec, |text| text.to_owned())?,
                     encoder: Box::new(encoder),
                 };
-                (encoder, byte_level_vocabulary(spec), 0)
+                (encoder, byte_level_vocabulary(spec), 0, Some(reach))
             }
             TokenizerModel::SentencePiece { add_space_prefix } => {
                 let encoder =
@@ -108,13 +114,21 @@ impl Tokenizer {
                     encoder: Box::new(encoder),
                 };
                 let strip_blanks = usize::from(*add_space_prefix);
-                (encoder, sentence_piece_vocabulary(spec), strip_blanks)
+                // An unknown token stands for one character.
+                let reach = Reach::of(spelled.max(4), false);
+                (
+                    encoder,
+                    sentence_piece_vocabulary(spec),
+                    strip_blanks,
+                    Some(reach),
+                )
             }
             TokenizerModel::HuggingFace { json } => {
                 let HuggingFace {
                     encoder,
                     mut vocabulary,
                     strip_blanks,
+                    reach,
                 } = HuggingFace::from_json(json)?;
                 for (id, token) in (0..).zip(&spec.tokens) {
                     if is_hidden(token.kind) {
@@ -125,7 +139,7 @@ impl Tokenizer {
                     vocabulary.push(&[], false);
                 }
                 let encoder = Encoder::HuggingFace(Box::new(encoder));
-                (encoder, vocabulary, strip_blanks)
+                (encoder, vocabulary, strip_blanks, reach)
             }
         };
         for (name, id) in [("bos", spec.bos), ("unknown", spec.unknown)]
@@ -155,6 +169,7 @@ impl Tokenizer {
             encoder,
             vocabulary,
             strip_blanks,
+            reach,
             bos: spec.bos,
             eos: spec.eos.clone(),
             add_bos: spec.add_bos,
@@ -207,6 +222,12 @@ impl Tokenizer {
             self.add_special(&mut ids);
         }
         Ok(ids)
+    }
+
+    /// A number of tokens that no encoding of `text` is shorter than, found without
+    /// encoding it; 0 if nothing is known.
+    pub fn fewest_tokens(&self, text: &str) -> usize {
+        self.reach.map_or(0, |reach| reach.fewest(text))
     }
 
     fn add_special(&self, ids: &mut Vec<TokenId>) {

@@ -16,6 +16,8 @@ fn check_cases(tokenizer: &Tokenizer, section: &Value, what: &str) {
         let options = EncodeOptions::RENDERED_CHAT;
         let ids = tokenizer.encode(text, options).unwrap();
         assert_eq!(ids, expect, "{what}: {text:?}");
+        let fewest = tokenizer.fewest_tokens(text);
+        assert!(fewest <= ids.len(), "{what}: {fewest} for {text:?}");
     }
 }
 
@@ -56,6 +58,8 @@ fn byte_level_text_survives_a_round_trip() {
         for options in [EncodeOptions::RENDERED_CHAT, EncodeOptions::LITERAL] {
             let ids = tokenizer.encode(&text, options).unwrap();
             prop_assert_eq!(&tokenizer.decode(&ids, false), &text);
+            prop_assert!(tokenizer.fewest_tokens(&text) <= ids.len());
+            prop_assert!(json.fewest_tokens(&text) <= ids.len());
             prop_assert_eq!(json.encode(&text, options).unwrap(), ids);
         }
     });
@@ -68,6 +72,7 @@ fn sentence_piece_text_survives_a_round_trip() {
         let tokenizer = build(&specs::sentence_piece(section));
         proptest!(|(text in "[^\u{2581}]{0,40}|[ a-e\n🙂한]{0,40}")| {
             let ids = tokenizer.encode(&text, EncodeOptions::LITERAL).unwrap();
+            prop_assert!(tokenizer.fewest_tokens(&text) <= ids.len());
             prop_assert_eq!(tokenizer.decode(&ids, true), text);
         });
     }

@@ -46,6 +46,12 @@ fn a_megabyte_of_anything_is_encoded_in_bounded_time() {
                 tokenizer.encode(&text, EncodeOptions::LITERAL).unwrap()
             });
             assert_eq!(tokenizer.decode(&ids, true), text, "{name}: {what}");
+            // Known before, without encoding it.
+            let fewest = timed("a bound", || tokenizer.fewest_tokens(&text));
+            assert!(
+                (1000..=ids.len()).contains(&fewest),
+                "{name}: {what}: {fewest}"
+            );
         }
     }
 }

@@ -1,0 +1,615 @@
+//! SIGTERM to every role, whatever it is doing, while new requests come: it says first that
+//! it is not ready, what runs on it ends as if nothing had happened, new work goes elsewhere
+//! or is refused, and the process ends once nothing is left, long before its time is over.
+//!
+//! Grace times are a minute here, so that a process that waits them out is found.
+
+use std::fs::OpenOptions;
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
+use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use baton_membership::{Etcd, Membership as _, WorkerState};
+use baton_proto::status::from_status;
+use baton_proto::v1;
+use baton_proto::v1::inference_client::InferenceClient;
+use baton_proto::{Error, WorkerId};
+use baton_tests::client::{self, Collector};
+use baton_tests::link::{Link, Pace};
+use baton_tests::models;
+use baton_tests::pace::Stopwatch;
+use baton_tests::process::{
+    Launcher, Pool, Process, RouterProcess, Worker, baton_binary, fixture_path, free_port,
+    wait_listed,
+};
+use baton_tests::transcript::{Transcript, demanding};
+use serde_json::json;
+use tokio::task::JoinSet;
+use tonic::transport::{Channel, Endpoint};
+use tonic_health::pb::HealthCheckRequest;
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+
+use super::{Known, SPLIT, Traffic, ask, known};
+
+const SOON: Duration = Duration::from_secs(20);
+/// From the last thing that ran to the end of the process. A second is promised on an idle
+/// machine.
+const ENDS_WITHIN: Duration = Duration::from_secs(5);
+/// Who asks for something new all the time.
+const CLIENTS: usize = 3;
+const GRACE: &str = "--drain-grace-s=60";
+/// No timer may end what is looked at.
+const PATIENT: [&str; 3] = [
+    "--local-prefill-tokens-max=0",
+    "--handoff-timeout-ms=60000",
+    "--drain-ms=60000",
+];
+
+/// Expects a good end, soon.
+async fn ends(process: &mut Process) {
+    let watch = Stopwatch::start();
+    assert_eq!(process.exit_code().await, 0, "`{}`", process.name);
+    let took = watch.elapsed();
+    assert!(took < ENDS_WITHIN, "`{}` took {took:?}", process.name);
+}
+
+/// Streams that run, each compared with the oracle at its end.
+struct Streams {
+    begun: Arc<AtomicUsize>,
+    count: usize,
+    running: JoinSet<()>,
+}
+
+impl Streams {
+    /// Starts one for each case over a connection of their own. With `window`, a stream's
+    /// client takes no more than that many bytes until `slow` is over.
+    fn start(router: &RouterProcess, cases: &[Known], window: Option<(u32, Arc<Gate>)>) -> Self {
+        let endpoint = Endpoint::from_shared(format!("http://{}", router.grpc)).unwrap();
+        let endpoint = match &window {
+            Some((bytes, _)) => endpoint.initial_stream_window_size(*bytes),
+            None => endpoint,
+        };
+        let channel = endpoint.connect_lazy();
+        let begun = Arc::<AtomicUsize>::default();
+        let mut running = JoinSet::new();
+        for one in cases {
+            let one = one.clone();
+            let (client, begun) = (InferenceClient::new(channel.clone()), Arc::clone(&begun));
+            let gate = window.as_ref().map(|(_, gate)| Arc::clone(gate));
+            running.spawn(async move { stream(client, &one, &begun, gate.as_deref()).await });
+        }
+        Self {
+            begun,
+            count: cases.len(),
+            running,
+        }
+    }
+
+    /// Waits until all have a token.
+    async fn wait_begun(&self) {
+        let waited = Stopwatch::start();
+        while self.begun.load(Ordering::Relaxed) < self.count {
+            assert!(waited.elapsed() < SOON, "not all streams have begun");
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    }
+
+    /// How many have not ended.
+    fn left(&mut self) -> usize {
+        while let Some(ended) = self.running.try_join_next() {
+            ended.expect("a right answer");
+        }
+        self.running.len()
+    }
+
+    /// Reads all to their ends.
+    async fn finish(mut self) {
+        while let Some(ended) = self.running.join_next().await {
+            ended.expect("a right answer");
+        }
+    }
+}
+
+/// Lets readers go on once it is opened.
+#[derive(Default)]
+struct Gate(tokio_util::sync::CancellationToken);
+
+async fn stream(
+    mut client: InferenceClient<Channel>,
+    (case, right): &Known,
+    begun: &AtomicUsize,
+    gate: Option<&Gate>,
+) {
+    let request = v1::GenerateRequest {
+        model: "rand".to_owned(),
+        ..client::request(case)
+    };
+    let mut stream = client.generate(request).await.expect("taken").into_inner();
+    let mut collector = Collector::new(case.sampling.n);
+    while let Some(event) = stream.message().await.expect("no failure") {
+        let before = collector.tokens();
+        collector.take(event);
+        if before == 0 && collector.tokens() > 0 {
+            begun.fetch_add(1, Ordering::Relaxed);
+            if let Some(gate) = gate {
+                gate.0.cancelled().await;
+            }
+        }
+    }
+    let answer = collector.finish();
+    for (got, right) in answer.choices.iter().zip(right) {
+        assert_eq!(got.tokens, right.tokens);
+        assert_eq!(got.finish, right.finish);
+    }
+}
+
+/// Cases that run long: `tokens` of output each.
+fn long(count: usize, tokens: u32) -> Arc<Vec<Known>> {
+    known(&models::fixture("rand"), 0x7e1a, count, tokens)
+}
+
+/// Waits until a worker is marked as leaving where routers look, and says so itself.
+async fn wait_draining(view: &Etcd, worker: &Worker) {
+    let id = WorkerId(worker.process.name.clone());
+    let mut seen = view.watch();
+    let marked = async {
+        loop {
+            let state = seen.borrow_and_update().workers.get(&id).map(|w| w.state);
+            match state {
+                Some(WorkerState::Draining) => return,
+                None => panic!("the record went before its worker"),
+                Some(_) => seen.changed().await.unwrap(),
+            }
+        }
+    };
+    tokio::time::timeout(SOON, marked).await.expect("marked");
+    let ready = worker.admin().get("/readyz").await;
+    let said = String::from_utf8_lossy(&ready.body).into_owned();
+    assert_eq!(ready.status, 503, "{said}");
+    assert!(said.contains("draining"), "{said}");
+}
+
+/// No stream had to move and nothing failed. Of the requests that are always on their way, at
+/// most `late` were refused by a worker that had just begun to leave, and went elsewhere.
+async fn assert_undisturbed(router: &RouterProcess, late: f64) {
+    let metrics = router.http().get("/metrics").await;
+    let text = String::from_utf8_lossy(&metrics.body).into_owned();
+    let counted = |name: &str, label: &str| -> f64 {
+        let of_name = text
+            .lines()
+            .filter(|line| line.starts_with(name) && line.contains(label));
+        of_name
+            .filter_map(|line| line.rsplit_once(' ')?.1.parse::<f64>().ok())
+            .sum()
+    };
+    for (name, label) in [
+        ("baton_migrations_total", ""),
+        ("baton_token_conflicts_total", ""),
+        ("baton_retries_total", "when=\"mid_stream\""),
+        ("baton_retries_total", "result=\"failed\""),
+    ] {
+        assert_eq!(counted(name, label), 0.0, "{name} {label}");
+    }
+    let retries = counted("baton_retries_total", "");
+    assert!(retries <= late, "{retries} requests went elsewhere");
+}
+
+async fn two_and_two(launcher: &Launcher) -> [Worker; 4] {
+    let start = |pool, id| launcher.worker(pool, id, "rand", &[GRACE, "--kv-transport=tcp"]);
+    let (p0, p1, d0, d1) = tokio::join!(
+        start(Pool::Prefill, "p0"),
+        start(Pool::Prefill, "p1"),
+        start(Pool::Decode, "d0"),
+        start(Pool::Decode, "d1"),
+    );
+    [p0, p1, d0, d1]
+}
+
+/// The router, over both doors, with a client that follows its health.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_router_refuses_what_comes_until_what_runs_has_ended() {
+    let launcher = Launcher::start().await;
+    let workers = two_and_two(&launcher).await;
+    let mut router = launcher.router(&PATIENT).await;
+    router.wait_workers("rand", (2, 2), SOON).await;
+    let body = json!({ "model": "rand", "prompt": (30..90).collect::<Vec<u32>>(),
+        "max_tokens": 3000, "ignore_eos": true, "temperature": 0, "stream": true });
+    let alone = router.http().stream("/v1/completions", &body).await;
+    let alone = alone.collect().await;
+
+    let gate = Arc::<Gate>::default();
+    let cases = long(10, 1_200);
+    let mut streams = Streams::start(&router, &cases, Some((1 << 10, Arc::clone(&gate))));
+    streams.wait_begun().await;
+    let mut events = router.http().stream("/v1/completions", &body).await;
+    let first = events.next().await.expect("an event");
+    let (connection, mut health) = (router.grpc(), HealthClient::new(channel(&router)));
+    let whole = HealthCheckRequest::default();
+    let follows = health.watch(whole.clone()).await.unwrap().into_inner();
+
+    router.process.terminate();
+    let waited = Stopwatch::start();
+    while router.http().get("/readyz").await.status != 503 {
+        assert!(waited.elapsed() < SOON, "it is still ready");
+    }
+    let ready = router.http().get("/readyz").await;
+    assert!(String::from_utf8_lossy(&ready.body).contains("draining"));
+    assert_eq!(router.http().get("/livez").await.status, 200);
+    // New work, over connections that are there and new ones.
+    for _ in 0..3 {
+        let short = json!({ "model": "rand", "prompt": [5, 6], "max_tokens": 2 });
+        let refused = router.http().post("/v1/completions", &short).await;
+        assert_eq!(refused.error(503)["code"], "draining");
+        for client in [connection.clone(), InferenceClient::new(channel(&router))] {
+            let error = ask(client, "rand", &cases[0]).await.unwrap_err();
+            assert_eq!(error.reason, "DRAINING", "{error:?}");
+        }
+    }
+    while health
+        .check(whole.clone())
+        .await
+        .unwrap()
+        .into_inner()
+        .status()
+        != ServingStatus::NotServing
+    {
+        assert!(waited.elapsed() < SOON, "its health says that it serves");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    assert_eq!(streams.left(), 10, "nothing ran any more");
+    gate.0.cancel();
+    streams.finish().await;
+    // The id and the time are the request's own; the text is not.
+    let rest = events.collect().await;
+    let texts = |events: &[baton_tests::http::Event]| -> String {
+        let text = |event: &baton_tests::http::Event| match event {
+            baton_tests::http::Event::Json(chunk) => chunk["choices"][0]["text"]
+                .as_str()
+                .unwrap_or_default()
+                .to_owned(),
+            baton_tests::http::Event::Done => "[DONE]".to_owned(),
+        };
+        events.iter().map(text).collect()
+    };
+    let whole: Vec<_> = std::iter::once(first).chain(rest).collect();
+    assert_eq!(texts(&whole), texts(&alone));
+    ends(&mut router.process).await;
+    drop(follows);
+    for worker in &workers {
+        worker.wait_released(Duration::from_secs(1)).await;
+    }
+}
+
+fn channel(router: &RouterProcess) -> Channel {
+    let endpoint = Endpoint::from_shared(format!("http://{}", router.grpc)).unwrap();
+    endpoint.connect_lazy()
+}
+
+/// A decode worker with streams on it, then a prefill worker with prompts on it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_ends_what_it_has_and_takes_nothing_new() {
+    let launcher = Launcher::start().await;
+    let view = launcher.etcd.follow();
+    let [mut p0, p1, mut d0, d1] = two_and_two(&launcher).await;
+    let router = launcher.router(&PATIENT).await;
+    router.wait_workers("rand", (2, 2), SOON).await;
+    let short = known(&models::fixture("rand"), 0x5047, 16, 8);
+
+    // In decode: the streams are spread over both workers.
+    let streams = Streams::start(&router, &long(10, 800), None);
+    streams.wait_begun().await;
+    let traffic = Traffic::start(&router.grpc(), "rand", &short, CLIENTS);
+    d0.process.terminate();
+    wait_draining(&view, &d0).await;
+    let has = d0.load().await;
+    assert!(has.requests_running > 0, "they had ended: {has:?}");
+    let before = d1.load().await.handoffs_total;
+    traffic.wait_answered(12).await;
+    // Those that were under way when it was marked may have been its own.
+    let new = d1.load().await.handoffs_total - before;
+    assert!(new + CLIENTS as u64 >= 12, "new work went elsewhere: {new}");
+    streams.finish().await;
+    ends(&mut d0.process).await;
+    wait_listed(&view, &["d1", "p0", "p1"], Duration::from_secs(2)).await;
+    assert_undisturbed(&router, CLIENTS as f64).await;
+
+    // In prefill.
+    let prompts = prompts(10, 3_000);
+    let streams = Streams::start(&router, &prompts, None);
+    let waited = Stopwatch::start();
+    // More of them than all retries that are let pass below.
+    let prompts_of = |load: v1::Load| (load.requests_running + load.requests_waiting) as usize;
+    while prompts_of(p0.load().await) < CLIENTS + 1 {
+        assert!(waited.elapsed() < SOON, "it got no prompts");
+    }
+    p0.process.terminate();
+    wait_draining(&view, &p0).await;
+    assert!(prompts_of(p0.load().await) > 0, "it was done");
+    traffic.wait_answered(6).await;
+    streams.finish().await;
+    ends(&mut p0.process).await;
+    wait_listed(&view, &["d1", "p1"], Duration::from_secs(2)).await;
+    let failures = traffic.stop().await;
+    assert!(failures.is_empty(), "{failures:?}");
+    assert_undisturbed(&router, 2.0 * CLIENTS as f64).await;
+    for worker in [&p1, &d1] {
+        worker.wait_released(Duration::from_secs(1)).await;
+    }
+}
+
+/// Cases with long prompts and short answers.
+fn prompts(count: u32, length: u32) -> Vec<Known> {
+    let mut cases: Vec<Known> = known(&models::fixture("rand"), 0x9e0, count as usize, 4).to_vec();
+    let mut oracle = baton_tests::oracle::Oracle::new(
+        &models::fixture("rand"),
+        baton_proto::kv_layout::KvDtype::F32,
+    );
+    for (index, (case, right)) in (0..).zip(&mut cases) {
+        case.prompt = (0..length)
+            .map(|at| 6 + (at * 7 + index * 31) % 290)
+            .collect();
+        *right = oracle.run(case);
+    }
+    cases
+}
+
+/// A prefill worker whose blocks are on their way over a slow link: it keeps them, and stays,
+/// until the receiver has them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_worker_stays_until_its_receiver_has_everything() {
+    let launcher = Launcher::start().await;
+    let view = launcher.etcd.follow();
+    let port = free_port();
+    let link = Link::to(([127, 0, 0, 1], port).into()).await;
+    let listen = format!("--data-listen=127.0.0.1:{port}");
+    let advertise = format!("--data-advertise={}", link.address());
+    let tcp = "--kv-transport=tcp";
+    let (of_prefill, of_decode) = ([GRACE, tcp], [tcp, &listen, &advertise]);
+    let (p0, d0) = tokio::join!(
+        launcher.worker(Pool::Prefill, "p0", "rand", &of_prefill),
+        launcher.worker(Pool::Decode, "d0", "rand", &of_decode),
+    );
+    let router = launcher.router(&PATIENT).await;
+    router.wait_workers("rand", (1, 1), SOON).await;
+    let prompts = prompts(2, 640);
+    ask(router.grpc(), "rand", &prompts[0]).await.unwrap();
+    let bytes = d0.tcp_bytes().await as u64;
+    assert!(bytes > 100_000, "{bytes}");
+
+    link.set(Pace::Bytes(bytes / 4));
+    let mut streams = Streams::start(&router, &prompts[1..], None);
+    // The first token is there before its blocks are.
+    streams.wait_begun().await;
+    let mut leaving = p0;
+    leaving.process.terminate();
+    wait_draining(&view, &leaving).await;
+    let fresh = launcher.worker(Pool::Prefill, "p1", "rand", &[tcp]).await;
+    tokio::time::sleep(Duration::from_millis(500)).await;
+    let held = leaving.load().await;
+    let blocks = &held.blocks[0];
+    assert!(blocks.pinned + blocks.referenced > 0, "{held:?}");
+    assert_eq!(streams.left(), 1);
+    // New requests are computed by the other one.
+    let (case, right) = &known(&models::fixture("rand"), 0x5048, 1, 8)[0];
+    let new = Streams::start(&router, &[(case.clone(), right.clone())], None);
+    new.wait_begun().await;
+    link.set(Pace::Free);
+    streams.finish().await;
+    ends(&mut leaving.process).await;
+    new.finish().await;
+    assert_eq!(d0.load().await.handoffs_total, 3);
+    assert_undisturbed(&router, 0.0).await;
+    for worker in [&fresh, &d0] {
+        worker.wait_released(Duration::from_secs(1)).await;
+    }
+    assert_eq!(fresh.load().await.handoffs_total, 1);
+}
+
+/// Nothing runs: nothing is waited for.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_processes_end_at_once() {
+    let launcher = Launcher::start().await;
+    let view = launcher.etcd.follow();
+    let workers = two_and_two(&launcher).await;
+    let mut router = launcher.router(&PATIENT).await;
+    router.wait_workers("rand", (2, 2), SOON).await;
+    // Connections without a call on them.
+    router
+        .grpc()
+        .list_models(v1::ListModelsRequest {})
+        .await
+        .unwrap();
+    let [mut p0, p1, mut d0, d1] = workers;
+    for process in [&mut router.process, &mut p0.process, &mut d0.process] {
+        process.terminate();
+        ends(process).await;
+    }
+    wait_listed(&view, &["d1", "p1"], Duration::from_secs(2)).await;
+    let up = baton_tests::process::up("rand", &["--drain-ms=60000"], launcher.folder());
+    let mut up = up.await;
+    up.process.terminate();
+    ends(&mut up.process).await;
+    drop((p1, d1));
+}
+
+/// The model cannot be read to its end: nobody waits for it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_loads_its_model_ends_at_once() {
+    let launcher = Launcher::start().await;
+    let view = launcher.etcd.follow();
+    let model = launcher.folder().join("stuck");
+    std::fs::create_dir(&model).unwrap();
+    for file in std::fs::read_dir(fixture_path("rand")).unwrap() {
+        let file = file.unwrap();
+        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
+    }
+    let stuck = model.join("tokenizer.json");
+    std::fs::remove_file(&stuck).unwrap();
+    let made = Command::new("mkfifo").arg(&stuck).status().unwrap();
+    assert!(made.success());
+    let model = format!("--model={}", model.display());
+    let etcd = format!("--etcd={}", launcher.etcd.url());
+    let roles: [&[&str]; 3] = [
+        &["prefill", &etcd, &model],
+        &["decode", &etcd, &model],
+        &["up", &model, "--http=127.0.0.1:0", "--grpc=127.0.0.1:0"],
+    ];
+    for args in roles {
+        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        let mut process = Process::start(&args[0], &baton_binary(), &args, launcher.folder());
+        let writer = wait_for_reader(&stuck).await;
+        process.terminate();
+        ends(&mut process).await;
+        assert!(process.log().contains("before the model was loaded"));
+        drop(writer);
+    }
+    assert!(view.watch().borrow().workers.is_empty());
+}
+
+/// Opens a pipe for writing once somebody reads it; kept open, the reader waits for more.
+async fn wait_for_reader(pipe: &Path) -> std::fs::File {
+    let waited = Stopwatch::start();
+    let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap();
+    loop {
+        let opened = OpenOptions::new()
+            .write(true)
+            .custom_flags(flags)
+            .open(pipe);
+        if let Ok(writer) = opened {
+            return writer;
+        }
+        assert!(waited.elapsed() < SOON, "nobody reads the model");
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Another SIGTERM, later than an echo of the first: the process ends with what runs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_second_signal_ends_a_process_at_once() {
+    let launcher = Launcher::start().await;
+    let [p0, _p1, mut d0, d1] = two_and_two(&launcher).await;
+    let mut router = launcher.router(&PATIENT).await;
+    router.wait_workers("rand", (2, 2), SOON).await;
+    let gate = Arc::<Gate>::default();
+    let again = async |process: &mut Process| {
+        process.terminate();
+        // Once more within half a second is the same wish.
+        tokio::time::sleep(Duration::from_millis(100)).await;
+        process.terminate();
+        tokio::time::sleep(Duration::from_millis(700)).await;
+        let watch = Stopwatch::start();
+        process.terminate();
+        assert_eq!(process.exit_code().await, 130, "`{}`", process.name);
+        assert!(watch.elapsed() < ENDS_WITHIN, "`{}`", process.name);
+    };
+    // A decode worker: its streams go on at the other one.
+    let streams = Streams::start(&router, &long(6, 3_000), None);
+    streams.wait_begun().await;
+    assert!(d0.load().await.requests_running > 0);
+    again(&mut d0.process).await;
+    streams.finish().await;
+
+    // A router: clients see a connection that breaks.
+    let (_, request) = demanding(3_500).remove(0);
+    let endpoint = Endpoint::from_shared(format!("http://{}", router.grpc)).unwrap();
+    let channel = endpoint.initial_stream_window_size(1 << 10).connect_lazy();
+    let mut client = InferenceClient::new(channel);
+    let mut stream = client.generate(request).await.unwrap().into_inner();
+    let mut seen = Transcript::new(1);
+    while seen.tokens() == 0 {
+        seen.take(stream.message().await.unwrap().expect("it goes on"));
+    }
+    again(&mut router.process).await;
+    gate.0.cancel();
+    let broken = loop {
+        match stream.message().await {
+            Ok(Some(event)) => seen.take(event),
+            Ok(None) => panic!("the stream ended well"),
+            Err(status) => break status,
+        }
+    };
+    assert!(seen.completed.is_none(), "{broken}");
+    for worker in [&p0, &d1] {
+        worker.wait_released(Duration::from_secs(2)).await;
+    }
+}
+
+/// A stream that is longer than the time it gets ends with an error that says why: at a
+/// router when its time is over, at a worker when nobody takes it over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_longer_than_its_time_ends_with_the_reason() {
+    let launcher = Launcher::start().await;
+    let (p0, mut d0) = tokio::join!(
+        launcher.worker(Pool::Prefill, "p0", "rand", &[]),
+        launcher.worker(Pool::Decode, "d0", "rand", &["--drain-grace-s=1"]),
+    );
+    let mut router = launcher
+        .router(&[SPLIT[0], SPLIT[1], "--drain-ms=500"])
+        .await;
+    router.wait_workers("rand", (1, 1), SOON).await;
+    let body = json!({ "model": "rand", "prompt": [5, 6, 7, 8], "max_tokens": 3900, "n": 16,
+        "ignore_eos": true, "stream": true, "logprobs": 5 });
+    let (_, request) = demanding(3_900).remove(3);
+    let begin = async |router: &RouterProcess| {
+        let mut events = router.http().stream("/v1/completions", &body).await;
+        events.next().await.expect("an event");
+        let mut stream = router
+            .grpc()
+            .generate(request.clone())
+            .await
+            .unwrap()
+            .into_inner();
+        stream.message().await.unwrap();
+        (events, stream)
+    };
+    let (mut events, mut stream) = begin(&router).await;
+    router.process.terminate();
+    let mut last = None;
+    while let Some(event) = events.next().await {
+        last = Some(event);
+    }
+    let Some(baton_tests::http::Event::Json(last)) = last else {
+        panic!("no error: {last:?}")
+    };
+    assert_eq!(last["error"]["code"], "draining", "{last}");
+    let error = until_error(&mut stream).await;
+    assert_eq!(error.reason, "DRAINING", "{error:?}");
+    assert_eq!(router.process.exit_code().await, 0);
+    for worker in [&p0, &d0] {
+        worker.wait_released(Duration::from_secs(1)).await;
+    }
+
+    let router = launcher.router(&SPLIT).await;
+    router.wait_workers("rand", (1, 1), SOON).await;
+    let (mut events, mut stream) = begin(&router).await;
+    d0.process.terminate();
+    // Nothing is read, so that it lasts.
+    assert_eq!(d0.process.exit_code().await, 0);
+    assert!(d0.process.log().contains("nobody took the rest over"));
+    let error = until_error(&mut stream).await;
+    assert!(error.kind.is_retryable(), "{error:?}");
+    println!("{error:?}");
+    let mut last = None;
+    while let Some(event) = events.next().await {
+        last = Some(event);
+    }
+    let Some(baton_tests::http::Event::Json(last)) = last else {
+        panic!("no error: {last:?}")
+    };
+    println!("{last}");
+    p0.wait_released(Duration::from_secs(1)).await;
+}
+
+async fn until_error(stream: &mut tonic::Streaming<v1::GenerateEvent>) -> Error {
+    loop {
+        match stream.message().await {
+            Ok(Some(_)) => {}
+            Ok(None) => panic!("the stream ended well"),
+            Err(status) => return from_status(&status),
+        }
+    }
+}
