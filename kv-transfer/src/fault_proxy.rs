@@ -35,6 +35,10 @@ pub enum Fault {
     CutInData(u64),
     /// The connection ends right after the frame.
     CutAfterData(u64),
+    /// The last data frame before a commit never arrives.
+    DropLastData,
+    /// The connection ends one byte before the end of the last data frame before a commit.
+    CutInLastData,
     /// Every byte after this frame is held back until [`FaultProxy::release`].
     HoldAfterData(u64),
     /// Bytes are held back in the middle of this frame until [`FaultProxy::release`].
@@ -108,6 +112,11 @@ impl FaultProxy {
     /// Adds a fault; each happens once.
     pub fn inject(&self, fault: Fault) {
         lock(&self.state.faults).push(fault);
+    }
+
+    /// Takes back the faults that have not happened.
+    pub fn forget(&self) {
+        lock(&self.state.faults).clear();
     }
 
     /// Whether every injected fault has happened.
@@ -237,6 +246,8 @@ fn forward(mut sender: &TcpStream, port: &TcpStream, state: &State) -> io::Resul
         state.write(port, &message)?;
     }
     let mut late: Option<Vec<u8>> = None;
+    // A frame of which the next one tells whether it was the last.
+    let mut maybe_last: Option<(u64, Vec<u8>)> = None;
     loop {
         let mut frame = vec![0; HEADER_BYTES];
         sender.read_exact(&mut frame)?;
@@ -247,6 +258,13 @@ fn forward(mut sender: &TcpStream, port: &TcpStream, state: &State) -> io::Resul
         match header.kind {
             Kind::Data => {
                 let number = state.data_frames.fetch_add(1, Ordering::Relaxed);
+                if let Some((before, frame)) = maybe_last.take() {
+                    data(port, state, before, frame)?;
+                }
+                if state.hurts_the_last() {
+                    maybe_last = Some((number, frame));
+                    continue;
+                }
                 if state.take(Fault::SwapData(number)) {
                     late = Some(frame);
                     continue;
@@ -254,6 +272,15 @@ fn forward(mut sender: &TcpStream, port: &TcpStream, state: &State) -> io::Resul
                 data(port, state, number, frame)?;
             }
             Kind::Commit => {
+                if let Some((_, frame)) = maybe_last.take() {
+                    if state.take(Fault::CutInLastData) {
+                        state.write(port, &frame[..frame.len() - 1])?;
+                        return Ok(());
+                    }
+                    if !state.take(Fault::DropLastData) {
+                        state.write(port, &frame)?;
+                    }
+                }
                 if state.take(Fault::CutBeforeCommit) {
                     return Ok(());
                 }
@@ -321,6 +348,11 @@ impl State {
         found.map(|index| faults.swap_remove(index)).is_some()
     }
 
+    fn hurts_the_last(&self) -> bool {
+        let faults = lock(&self.faults);
+        faults.contains(&Fault::DropLastData) || faults.contains(&Fault::CutInLastData)
+    }
+
     fn wait_released(&self) {
         while self.held.load(Ordering::Relaxed) && !self.stopping.load(Ordering::Relaxed) {
             std::thread::sleep(Duration::from_millis(1));
@@ -336,13 +368,13 @@ impl State {
     /// Writes in small pieces, so that holding and throttling act inside frames too.
     fn write(&self, mut port: &TcpStream, bytes: &[u8]) -> io::Result<()> {
         for piece in bytes.chunks(16 << 10) {
-            self.wait_released();
-            port.write_all(piece)?;
-            self.bytes.fetch_add(piece.len() as u64, Ordering::Relaxed);
             let rate = self.bytes_per_second.load(Ordering::Relaxed);
             if rate > 0 {
                 std::thread::sleep(Duration::from_secs_f64(piece.len() as f64 / rate as f64));
             }
+            self.wait_released();
+            port.write_all(piece)?;
+            self.bytes.fetch_add(piece.len() as u64, Ordering::Relaxed);
         }
         Ok(())
     }

@@ -108,14 +108,14 @@ pub struct SenderConfig {
     /// Parts of one transfer sent and not yet acknowledged. Default 16 384; at least 1.
     pub in_flight_parts_max: usize,
     /// A transfer without a lane whose receiver was not heard of for this long has lost
-    /// its peer, also when it never had a lane. Default 1.75 s: the receiver's lease is
-    /// over by then.
+    /// its peer. Default 1.75 s: the receiver's lease is over by then.
     pub reconnect_max: Duration,
     /// Default 250 ms.
     pub ping_interval: Duration,
     /// A lane silent for this long is dead. Default 1 s.
     pub silence_max: Duration,
-    /// Connect and hello. Default 1 s.
+    /// Connect and hello. Default 1 s. A receiver that was never reached is lost when no
+    /// lane to it has come up for as long, whichever transfers waited for one.
     pub connect_timeout: Duration,
     /// A lane without transfers closes after this. Default 10 s.
     pub lane_idle_max: Duration,

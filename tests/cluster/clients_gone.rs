@@ -83,7 +83,7 @@ async fn leave(cluster: &TestCluster, case: &Case, moment: Moment) {
 }
 
 /// Fills 95 % of each pool with requests that run at once, and checks their tokens.
-async fn leak_probe(cluster: &TestCluster, oracle: &mut Oracle, kv_tokens: u32) {
+pub(crate) async fn leak_probe(cluster: &TestCluster, oracle: &mut Oracle, kv_tokens: u32) {
     // Prompts of 250 tokens and 6 made: 16 blocks of 16 each.
     let requests = kv_tokens * 95 / 100 / 256;
     let cases: Vec<Case> = (0..requests)

@@ -3,7 +3,10 @@
 //!
 //! Seen to fail: the deadline test while tonic's own timer could end a call first, as
 //! CANCELLED and without details.
+//!
+//! Deadlines that pass in each stage of a request are in `processes/deadlines.rs`.
 
+use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use baton_proto::kv_layout::KvDtype;
@@ -32,6 +35,8 @@ use tonic_reflection::pb::v1::server_reflection_response::MessageResponse;
 use tonic_reflection::pb::v1::{ServerReflectionRequest, ServerReflectionResponse};
 use tonic_types::StatusExt as _;
 
+use crate::clients_gone::leak_probe;
+
 async fn open(setup: Setup) -> OpenCluster {
     OpenCluster::start(&setup, &models::fixture("rand")).await
 }
@@ -50,13 +55,17 @@ fn long(prompt_tokens: u32, n: u32) -> v1::GenerateRequest {
     })
 }
 
+async fn ending(open: &OpenCluster, request: Request<v1::GenerateRequest>) -> Status {
+    ending_at(open.grpc, request).await
+}
+
 /// Reads to the end; the status it ended with, by the server's word: tonic's own
 /// channel would read the timeout as well, and end the call by itself.
-async fn ending(open: &OpenCluster, request: Request<v1::GenerateRequest>) -> Status {
+pub(crate) async fn ending_at(grpc: SocketAddr, request: Request<v1::GenerateRequest>) -> Status {
     let transport = hyper_util::client::legacy::Client::builder(TokioExecutor::new())
         .http2_only(true)
         .build_http::<tonic::body::Body>();
-    let origin = format!("http://{}", open.grpc).parse().unwrap();
+    let origin = format!("http://{grpc}").parse().unwrap();
     let mut client = InferenceClient::with_origin(transport, origin);
     let mut stream = match client.generate(request).await {
         Ok(response) => response.into_inner(),
@@ -165,7 +174,7 @@ async fn dropped_calls_leave_nothing_behind() {
     let mut random = StdRng::seed_from_u64(0xca11);
     let calls: Vec<(Duration, v1::GenerateRequest)> = (0..500)
         .map(|_| {
-            let after = Duration::from_millis(random.random_range(0..150));
+            let after = Duration::from_millis(random.random_range(0..300));
             let prompt = random.random_range(1..300);
             (
                 after,
@@ -173,7 +182,7 @@ async fn dropped_calls_leave_nothing_behind() {
             )
         })
         .collect();
-    for batch in calls.chunks(25) {
+    for batch in calls.chunks(50) {
         let mut client = open.grpc();
         let all = batch.iter().map(|(after, request)| {
             let mut client = client.clone();
@@ -197,6 +206,8 @@ async fn dropped_calls_leave_nothing_behind() {
         .find(|line| line.starts_with("baton_requests_in_flight"))
         .unwrap();
     assert!(in_flight.ends_with(" 0"), "{in_flight}");
+    let mut oracle = Oracle::new(&models::fixture("rand"), KvDtype::F32);
+    leak_probe(&open.cluster, &mut oracle, 16 * 1024).await;
     open.stop().await;
 }
 

@@ -14,6 +14,13 @@
 //! views      a new router knows its workers' prefix caches
 //! links      a slow or silent link, and clients that leave meanwhile
 //! pools      no decode worker is there: requests wait for one, or not for long
+//! handoffs   frames of a handoff are lost, cut, repeated or swapped
+//! halves     one half of a request fails: nobody waits for the other one
+//! queues     more requests than the decode workers take
+//! reach      a worker that is there and does no work, or cannot be reached by the other
+//! walkouts   clients leave in every manner; what the router held of them
+//! deadlines  deadlines that pass in each stage
+//! probe      nothing was leaked: whole pools are asked for
 //! outage     etcd is gone: routers serve, and start, on what they knew
 //! outages    etcd stops, loses its data, stands still; who is listed afterwards
 //! blind      a router is cut off from etcd while everything changes
@@ -31,9 +38,12 @@
 //! took that for the death of every worker.
 
 mod blind;
+mod deadlines;
 mod deaths;
 mod frozen;
 mod halfway;
+mod halves;
+mod handoffs;
 mod ids;
 mod leases;
 mod leaving;
@@ -44,6 +54,8 @@ mod outages;
 mod place;
 mod pools;
 mod probe;
+mod queues;
+mod reach;
 mod reborn;
 mod resuming;
 mod rolling;
@@ -53,6 +65,7 @@ mod together;
 mod transfers;
 mod transports;
 mod views;
+mod walkouts;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -256,6 +256,24 @@ impl Worker {
         String::from_utf8(reply.body).expect("text")
     }
 
+    /// The samples of one metric added up, whatever their labels.
+    ///
+    /// # Panics
+    /// If it does not serve its metrics, or has no such metric.
+    pub async fn metric(&self, name: &str) -> f64 {
+        let metrics = self.metrics().await;
+        let of_it = metrics.lines().filter_map(|line| {
+            let rest = line.strip_prefix(name)?;
+            let (_, value) = rest
+                .starts_with(['{', ' '])
+                .then(|| rest.rsplit_once(' '))??;
+            value.parse::<f64>().ok()
+        });
+        let samples: Vec<f64> = of_it.collect();
+        assert!(!samples.is_empty(), "no `{name}` in {metrics}");
+        samples.iter().sum()
+    }
+
     /// Bytes of KV that it moved over TCP.
     ///
     /// # Panics

@@ -88,6 +88,27 @@ impl Peer {
     }
 }
 
+impl Peer {
+    /// The data port it may be reached at.
+    fn address(&self) -> Option<SocketAddr> {
+        match self {
+            Self::Tcp(port) | Self::Nixl(port) => Some(port.address),
+            Self::Shared { otherwise, .. } => otherwise.as_ref().map(|port| port.address),
+            Self::Loopback(_) => None,
+            #[cfg(feature = "test-support")]
+            Self::Mem(address) => Some(*address),
+        }
+    }
+
+    /// What went wrong, with the address where there is one.
+    fn blamed(&self, error: &Error) -> String {
+        match self.address() {
+            Some(address) => format!("data address `{address}`: {error}"),
+            None => error.to_string(),
+        }
+    }
+}
+
 /// What the sender's handles leave for the driver.
 #[derive(Default)]
 pub(crate) struct Inbox {
@@ -137,6 +158,8 @@ pub(crate) struct Driver {
     connection: Option<Connection>,
     retry_at: Instant,
     back_off: Duration,
+    /// Since when no lane comes up.
+    failing_since: Option<Instant>,
     /// What was seen of the link, over all its connections.
     link: LinkSpeed,
     /// Since when there are no transfers.
@@ -165,6 +188,7 @@ impl Driver {
             connection: None,
             retry_at: now,
             back_off: BACK_OFF_MIN,
+            failing_since: None,
             link: LinkSpeed::default(),
             idle_since: now,
         }
@@ -236,6 +260,7 @@ impl Driver {
         match connected {
             Ok((lane, transport)) => {
                 let now = self.now();
+                self.failing_since = None;
                 self.connection = Some(Connection {
                     lane,
                     transport,
@@ -246,18 +271,33 @@ impl Driver {
                 });
             }
             Err(error @ (Error::PeerLost(_) | Error::Protocol(_) | Error::Tls(_))) => {
-                let reason = error.to_string();
+                let reason = self.peer.blamed(&error);
                 for active in &self.transfers {
                     active.shared.update(|inner| inner.state.peer_lost(&reason));
                 }
                 self.transfers.clear();
             }
-            Err(error) => {
-                tracing::debug!(%error, "a data lane could not be opened");
-                self.retry_later();
-            }
+            Err(error) => self.failed(&error, now),
         }
         Step::Again
+    }
+
+    /// No lane came up, in a try that began at `now`.
+    fn failed(&mut self, error: &Error, now: Instant) {
+        let reason = self.peer.blamed(error);
+        if self.failing_since.is_none() {
+            // Once, not with every try.
+            tracing::warn!(error = reason, "a data lane cannot be opened");
+        }
+        let since = *self.failing_since.get_or_insert(now);
+        // A port that has lanes enough will have room again.
+        let hopeless = !matches!(error, Error::Full { .. })
+            && self.now().duration_since(since) >= self.config.connect_timeout;
+        for active in &self.transfers {
+            let failed = |inner: &mut Inner| inner.state.lane_failed(&reason, hopeless);
+            active.shared.update(failed);
+        }
+        self.retry_later();
     }
 
     /// Goes over to TCP if that is allowed and a peer of this host cannot be lent memory; a

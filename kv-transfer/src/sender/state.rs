@@ -90,6 +90,8 @@ pub struct SenderState {
     link: Link,
     /// When the receiver was last known to live, on lanes that are gone.
     heard_at: Instant,
+    /// Why no lane has come up since, as far as that is known.
+    no_lane: Option<String>,
     limits: Limits,
     deadline: Instant,
     parts: Parts,
@@ -121,6 +123,7 @@ impl SenderState {
             phase: Phase::Open,
             link: Link::Down,
             heard_at: now,
+            no_lane: None,
             limits,
             deadline: now + deadline,
             parts: Parts::default(),
@@ -249,7 +252,17 @@ impl SenderState {
     /// A lane is there.
     pub fn connected(&mut self) {
         self.link = Link::Opening;
+        self.no_lane = None;
         self.said_at = None;
+    }
+
+    /// No lane came up this time, and why. Another one will be tried, unless that is
+    /// `hopeless`: a receiver that was never reached is lost then.
+    pub fn lane_failed(&mut self, reason: &str, hopeless: bool) {
+        if hopeless && self.phase == Phase::Open {
+            self.peer_lost(&format!("no lane comes up: {reason}"));
+        }
+        self.no_lane = Some(reason.to_owned());
     }
 
     /// Whether to send `Open` now.
@@ -525,7 +538,11 @@ impl SenderState {
             return self.peer_lost("the transfer's deadline passed");
         }
         if self.is_out_of_reach(now) {
-            return self.peer_lost("no lane came up in time");
+            let reason = match &self.no_lane {
+                Some(reason) => format!("no lane came up in time: {reason}"),
+                None => "no lane came up in time".to_owned(),
+            };
+            return self.peer_lost(&reason);
         }
         if self.stalls_at().is_some_and(|at| at <= now) {
             self.link = Link::Opening;

@@ -9,7 +9,7 @@ use baton_kv_transfer::receiver::{AbortReason, EventKind, ExpiryReason};
 use baton_kv_transfer::sender::CommitOutcome;
 use bytes::Bytes;
 
-use crate::pair::{Pair, Shape, Via, until};
+use crate::pair::{LAYOUT, Pair, Shape, Via, until};
 
 /// 3 layers of 40 blocks, with frames of at most 21 blocks: at least 6 frames.
 fn shape() -> Shape {
@@ -58,6 +58,7 @@ async fn a_lost_frame_is_sent_again() {
     for frame in [0, FRAMES / 2, FRAMES - 1] {
         survives(&[Fault::DropData(frame)]).await;
     }
+    survives(&[Fault::DropLastData]).await;
 }
 
 #[tokio::test]
@@ -94,6 +95,7 @@ async fn a_cut_lane_resumes_with_what_is_missing() {
     for fault in [
         Fault::CutInData(0),
         Fault::CutInData(FRAMES - 1),
+        Fault::CutInLastData,
         Fault::CutAfterData(2),
         Fault::CutAfterData(FRAMES - 1),
     ] {
@@ -258,6 +260,40 @@ async fn a_receiver_that_is_gone_is_peer_lost() {
         transfer.quiesced().await;
         drop(sender);
     }
+}
+
+/// Nobody who was never reached is waited for as long as one that was, and whoever comes later
+/// hears at once what the first one found out.
+#[tokio::test]
+async fn a_port_that_takes_no_lane_is_given_up_by_name() {
+    let nobody = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = nobody.local_addr().unwrap();
+    drop(nobody);
+    let pair = Pair::with(
+        Via::Tcp,
+        shape(),
+        11,
+        |_| {},
+        |config| {
+            config.connect_timeout = Duration::from_millis(500);
+            config.reconnect_max = Duration::from_secs(60);
+        },
+    );
+    let mut took = Vec::new();
+    for attempt in [1, 2] {
+        let mut target = pair.target(pair.grant(attempt), attempt);
+        target.data_address = Some(address);
+        let started = Instant::now();
+        let transfer = pair.sender.open(target, LAYOUT).unwrap();
+        let outcome = tokio::time::timeout(Duration::from_secs(15), transfer.outcome()).await;
+        assert_eq!(outcome.unwrap(), CommitOutcome::PeerLost);
+        took.push(started.elapsed());
+        let why = transfer.failure().unwrap();
+        let named = format!("data address `{address}`: ");
+        assert!(why.starts_with("no lane") && why.contains(&named), "{why}");
+        transfer.quiesced().await;
+    }
+    assert!(took[1] < took[0], "{took:?}");
 }
 
 #[tokio::test]

@@ -164,7 +164,9 @@ async fn a_port_that_never_answers_is_given_up() {
     );
     let mut target = pair.target(pair.grant(1), 1);
     target.data_address = Some(address);
-    assert_eq!(refused(&mut pair, target).await, "no lane came up in time");
+    let why = refused(&mut pair, target).await;
+    let named = format!("data address `{address}`: ");
+    assert!(why.starts_with("no lane") && why.contains(&named), "{why}");
 }
 
 /// Reads until the port closes; the bytes that came.

@@ -21,6 +21,8 @@ use super::{Known, ask};
 const RELEASED_WITHIN: Duration = Duration::from_secs(4);
 const ANSWERED_WITHIN: Duration = Duration::from_secs(30);
 const BLOCK: u32 = 16;
+/// Requests that fill a pool together; no more than the shortest queue of these tests takes.
+const SHARES: u32 = 4;
 
 fn case(random: &mut StdRng, prompt: u32, tokens: u32) -> Case {
     Case {
@@ -35,7 +37,7 @@ fn case(random: &mut StdRng, prompt: u32, tokens: u32) -> Case {
 }
 
 /// Every worker holds nothing; then each pool of `kv_tokens` is filled to 95 % by one request,
-/// and by many at once, all of them answered as the oracle does.
+/// and by several at once, all of them answered as the oracle does.
 pub async fn probe(
     router: &RouterProcess,
     model: &Arc<Model>,
@@ -80,8 +82,9 @@ pub async fn probe(
     }
     let names: Vec<&str> = untouched.iter().map(|w| w.process.name.as_str()).collect();
     assert!(names.is_empty(), "no whole pool was asked of {names:?}");
-    let many: Vec<Known> = (0..most / 3)
-        .map(|_| known(case(&mut random, 2 * BLOCK + 2, 14)))
+    let share = |one: u32| most / SHARES + u32::from(one < most % SHARES);
+    let many: Vec<Known> = (0..SHARES)
+        .map(|one| known(case(&mut random, share(one) * BLOCK - 14, 14)))
         .collect();
     run(router, &many).await;
     for worker in workers {

@@ -1,0 +1,176 @@
+//! Workers that are there for their health checks and not for work: stopped, or with a data
+//! address that nobody can reach. Requests go on elsewhere or end, soon, with an error that
+//! names the stage and the address.
+//!
+//! Seen to fail: with a router that waits for its workers without a bound, and with senders
+//! that said only that no lane came up.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use baton_proto::kv_layout::KvDtype;
+use baton_proto::sampling::SamplingParams;
+use baton_tests::models;
+use baton_tests::oracle::{Case, Oracle};
+use baton_tests::pace::Stopwatch;
+use baton_tests::process::{Launcher, Pool, RouterProcess, Worker, free_port};
+use futures::future::join_all;
+use tokio::net::{TcpSocket, TcpStream};
+
+use super::probe::probe;
+use super::{Known, SPLIT, ask};
+
+const SOON: Duration = Duration::from_secs(20);
+/// The handoff timeout of [`SPLIT`] and one second more.
+const ENDS_WITHIN: Duration = Duration::from_secs(3);
+/// What a slow machine computes meanwhile.
+const SLOW: Duration = Duration::from_secs(2);
+const POOL_TOKENS: u32 = 2048;
+const POOL: &str = "--kv-tokens=2048";
+
+/// Ten requests with prompts of this length.
+fn ten(oracle: &mut Oracle, length: u32, salt: u32) -> Vec<Known> {
+    let one = |salt: u32| {
+        let case = Case {
+            prompt: (0..length)
+                .map(|at| 6 + (at * 7 + salt * 23 + at * salt) % 290)
+                .collect(),
+            sampling: SamplingParams {
+                temperature: 0.0,
+                max_tokens: 16,
+                ignore_eos: true,
+                ..SamplingParams::default()
+            },
+        };
+        let right = oracle.run(&case);
+        (case, right)
+    };
+    (salt..salt + 10).map(one).collect()
+}
+
+/// Runs them all at once; the longest time one of them took.
+async fn run(router: &RouterProcess, cases: &[Known]) -> Duration {
+    let asked = cases.iter().map(|one| async {
+        let watch = Stopwatch::start();
+        ask(router.grpc(), "rand", one).await.unwrap();
+        watch.elapsed()
+    });
+    let times = join_all(asked).await;
+    times.into_iter().max().expect("there are some")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_prefill_worker_that_stops_over_its_prompts_is_left() {
+    let model = models::fixture("rand");
+    let mut oracle = Oracle::new(&model, KvDtype::F32);
+    let launcher = Launcher::start().await;
+    let (p0, p1, d0, d1) = tokio::join!(
+        launcher.worker(Pool::Prefill, "p0", "rand", &[POOL]),
+        launcher.worker(Pool::Prefill, "p1", "rand", &[POOL]),
+        launcher.worker(Pool::Decode, "d0", "rand", &[POOL]),
+        launcher.worker(Pool::Decode, "d1", "rand", &[POOL]),
+    );
+    let router = launcher.router(&SPLIT).await;
+    router.wait_workers("rand", (2, 2), SOON).await;
+    let usual = run(&router, &ten(&mut oracle, 700, 0)).await;
+    let cases = ten(&mut oracle, 700, 10);
+    let (took, stopped) = tokio::join!(run(&router, &cases), async {
+        let watch = Stopwatch::start();
+        loop {
+            let load = p0.load().await;
+            if load.requests_running + load.requests_waiting > 0 {
+                p0.process.freeze();
+                return true;
+            }
+            if watch.elapsed() > SOON {
+                return false;
+            }
+        }
+    });
+    assert!(stopped, "it never had a request");
+    println!("usually {usual:?}, now {took:?}");
+    assert!(took > usual, "it stopped over nothing");
+    assert!(took < ENDS_WITHIN + SLOW, "{took:?}");
+    router.wait_workers("rand", (1, 2), SOON).await;
+    run(&router, &ten(&mut oracle, 100, 20)).await;
+    // What it does now is of the past.
+    p0.process.thaw();
+    router.wait_workers("rand", (2, 2), SOON).await;
+    run(&router, &ten(&mut oracle, 100, 30)).await;
+    probe(&router, &model, &[&p0, &p1, &d0, &d1], POOL_TOKENS).await;
+}
+
+/// A port of this host whose backlog is full: whoever connects is not answered. Lasts as long
+/// as what is returned with it.
+async fn black_hole() -> (SocketAddr, impl Sized) {
+    let socket = TcpSocket::new_v4().unwrap();
+    socket.bind(([127, 0, 0, 1], 0).into()).unwrap();
+    let listener = socket.listen(1).unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut taken = Vec::new();
+    for _ in 0..16 {
+        let connecting = TcpStream::connect(address);
+        match tokio::time::timeout(Duration::from_millis(200), connecting).await {
+            Ok(stream) => taken.push(stream.unwrap()),
+            Err(_) => return (address, (listener, taken)),
+        }
+    }
+    panic!("the backlog takes everything");
+}
+
+async fn unreachable(launcher: &Launcher, id: &str, address: SocketAddr) -> Worker {
+    let advertise = format!("--data-advertise={address}");
+    let flags = [POOL, "--kv-transport=tcp", &advertise];
+    launcher.worker(Pool::Decode, id, "rand", &flags).await
+}
+
+/// Another decode worker can be reached: all requests are right. Where none can, they fail,
+/// and say which address it is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_data_address_that_nobody_reaches_is_named_and_left() {
+    let model = models::fixture("rand");
+    let mut oracle = Oracle::new(&model, KvDtype::F32);
+    let (silent, _held) = black_hole().await;
+    let refusing = SocketAddr::from(([127, 0, 0, 1], free_port()));
+    for (salt, address) in [(100, refusing), (200, silent)] {
+        let launcher = Launcher::start().await;
+        let flags = [POOL, "--kv-transport=tcp"];
+        let (p0, p1, bad) = tokio::join!(
+            launcher.worker(Pool::Prefill, "p0", "rand", &flags),
+            launcher.worker(Pool::Prefill, "p1", "rand", &flags),
+            unreachable(&launcher, "d0", address),
+        );
+        let router = launcher.router(&SPLIT).await;
+        router.wait_workers("rand", (2, 1), SOON).await;
+        let watch = Stopwatch::start();
+        let alone = &ten(&mut oracle, 100, salt)[0];
+        let error = ask(router.grpc(), "rand", alone).await.unwrap_err();
+        println!("alone {:?}: {error:?}", watch.elapsed());
+        assert!(error.kind.is_retryable(), "{error:?}");
+        assert!(error.message.contains(&address.to_string()), "{error:?}");
+        assert!(error.reason.starts_with("HANDOFF"), "{error:?}");
+
+        let good = launcher.worker(Pool::Decode, "d1", "rand", &flags).await;
+        router.wait_workers("rand", (2, 2), SOON).await;
+        let before = bad.load().await.requests_running;
+        assert_eq!(before, 0);
+        let took = run(&router, &ten(&mut oracle, 100, salt + 10)).await;
+        println!("ten at once {took:?}");
+        assert!(took < ENDS_WITHIN + SLOW, "{took:?}");
+        let took = run(&router, &ten(&mut oracle, 100, salt + 20)).await;
+        println!("ten more {took:?}");
+        assert!(took < ENDS_WITHIN + SLOW, "{took:?}");
+        assert_eq!(bad.load().await.handoffs_total, 0);
+        let logs = [p0.process.log(), p1.process.log()];
+        for log in &logs {
+            let named = log
+                .lines()
+                .find(|line| line.contains("a data lane cannot be opened"));
+            let named = named.expect("it is logged");
+            assert!(named.contains(&address.to_string()), "{named}");
+        }
+        for worker in [&p0, &p1, &bad, &good] {
+            worker.wait_released(Duration::from_secs(1)).await;
+        }
+    }
+}
