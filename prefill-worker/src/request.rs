@@ -25,7 +25,7 @@ use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::to_status;
 use baton_proto::work::WorkOrder;
-use baton_proto::worker_info::leaving;
+use baton_proto::worker_info::{HANDOFF_UNREACHABLE, leaving};
 use baton_proto::{Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
@@ -237,7 +237,10 @@ impl RequestTask {
         let pushed = self
             .unless_over(transfer.push(group, layer, &sources))
             .await?;
-        pushed.map_err(|error| transfer_error(&error))
+        pushed.map_err(|error| match error {
+            baton_kv_transfer::Error::PeerLost(_) => lost_peer(transfer),
+            error => transfer_error(&error),
+        })
     }
 
     /// The first tokens go to the router before anything else; the commit repeats them
@@ -309,12 +312,7 @@ impl RequestTask {
             }
             CommitOutcome::PeerLost => {
                 self.shared.metrics.send_failed(TransferFailure::PeerLost);
-                let reason = transfer.failure().unwrap_or_default();
-                Err(Error::new(
-                    ErrorKind::Unavailable,
-                    format!("the receiver is lost: {reason}"),
-                )
-                .with_reason("HANDOFF_PEER_LOST"))
+                Err(lost_peer(transfer))
             }
             CommitOutcome::Aborted(reason) => {
                 self.shared.metrics.send_failed(TransferFailure::Cancelled);
@@ -397,6 +395,18 @@ async fn over_or<T>(
 
 fn gone() -> Error {
     Error::new(ErrorKind::Cancelled, "the request was cancelled")
+}
+
+/// Whose fault it is, nobody here can say; but a port that was never reached will not be
+/// reached by the next request either.
+fn lost_peer(transfer: &Transfer) -> Error {
+    let why = transfer.failure().unwrap_or_default();
+    let reason = match transfer.was_reached() {
+        true => "HANDOFF_PEER_LOST",
+        false => HANDOFF_UNREACHABLE,
+    };
+    let message = format!("the receiver is lost: {why}");
+    Error::new(ErrorKind::Unavailable, message).with_reason(reason)
 }
 
 fn transfer_error(error: &baton_kv_transfer::Error) -> Error {

@@ -31,6 +31,9 @@ pub const LEAVE_TIME: Duration = Duration::from_secs(10);
 /// Why a draining worker does not take, or go on with, a request.
 pub const WORKER_DRAINING: &str = "WORKER_DRAINING";
 
+/// Why a prefill worker gives up a handoff whose receiver's data port it could not reach.
+pub const HANDOFF_UNREACHABLE: &str = "HANDOFF_UNREACHABLE";
+
 /// What a request hears that a worker ends because it leaves.
 pub fn leaving(worker: &WorkerId) -> Error {
     let message = format!("worker `{worker}` leaves, its grace time is over");

@@ -22,7 +22,7 @@ use baton_observability::labels::Decision;
 use baton_proto::block_hash::BlockHash;
 use baton_proto::sampling::{SampledToken, SamplingParams};
 use baton_proto::slo::Slo;
-use baton_proto::worker_info::WORKER_DRAINING;
+use baton_proto::worker_info::{HANDOFF_UNREACHABLE, WORKER_DRAINING};
 use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, v1};
 use tokio::time::Instant;
 
@@ -220,6 +220,9 @@ impl Driver {
                 self.heard_from_decode(event);
                 events.extend(self.accept(event).await);
             }
+            if let Event::Prefill { event, .. } = &event {
+                self.heard_from_prefill(event);
+            }
             let now = self.timing.now();
             for action in self.machine.handle(now, event) {
                 if let Some(next) = self.act(action).await {
@@ -251,6 +254,22 @@ impl Driver {
         ) && let Some(session) = &mut self.decode
         {
             session.placed.prefilled();
+        }
+    }
+
+    /// A decode worker that cannot be reached by one prefill worker is not asked first again.
+    fn heard_from_prefill(&self, event: &PrefillEvent) {
+        if let PrefillEvent::Failed { error } = event
+            && error.reason == HANDOFF_UNREACHABLE
+            && let Some(session) = &self.decode
+        {
+            let prefill = self.prefill.as_ref().map(|p| p.worker.key.id.as_str());
+            tracing::warn!(worker = %session.worker.key.id, prefill, error = error.message,
+                "the decode worker cannot be reached; preferring others");
+            let workers = &self.shared.workers;
+            workers
+                .shunned
+                .shun(session.worker.key.clone(), Instant::now());
         }
     }
 

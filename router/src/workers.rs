@@ -8,6 +8,7 @@
 mod connect;
 mod follow;
 mod models;
+mod shunned;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -26,6 +27,7 @@ use tokio::sync::{Notify, watch};
 pub use connect::{Broken, Channel, Connect, Over};
 pub use follow::{CacheChanges, Follower, Observer, Patience};
 pub use models::ServedModel;
+pub use shunned::Shunned;
 
 use crate::placement::forecast::Standing;
 use crate::placement::{Candidate, WorkerKey};
@@ -266,6 +268,8 @@ pub struct Workers {
     /// Held by whoever fetches the tokenizer of a hash, so that it is fetched once.
     fetching: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     stale: AtomicBool,
+    /// Noted by whoever places requests.
+    pub shunned: Shunned,
 }
 
 impl Workers {

@@ -183,9 +183,10 @@ async fn dropped_calls_leave_nothing_behind() {
         })
         .collect();
     for batch in calls.chunks(50) {
-        let mut client = open.grpc();
-        let all = batch.iter().map(|(after, request)| {
-            let mut client = client.clone();
+        // A server takes more resets than a few from one connection for an attack.
+        let clients: Vec<_> = (0..5).map(|_| open.grpc()).collect();
+        let all = batch.iter().enumerate().map(|(call, (after, request))| {
+            let mut client = clients[call % clients.len()].clone();
             async move {
                 let reading = async {
                     let mut stream = client.generate(request.clone()).await?.into_inner();
@@ -196,8 +197,10 @@ async fn dropped_calls_leave_nothing_behind() {
             }
         });
         futures::future::join_all(all).await;
-        // The connection is whole: only its calls were cancelled.
-        client.list_models(v1::ListModelsRequest {}).await.unwrap();
+        // The connections are whole: only their calls were cancelled.
+        for mut client in clients {
+            client.list_models(v1::ListModelsRequest {}).await.unwrap();
+        }
     }
     open.cluster.wait_released(Duration::from_secs(1)).await;
     let metrics = open.cluster.frontend().metrics_text();

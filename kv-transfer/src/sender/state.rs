@@ -90,6 +90,8 @@ pub struct SenderState {
     link: Link,
     /// When the receiver was last known to live, on lanes that are gone.
     heard_at: Instant,
+    /// The receiver has answered once.
+    reached: bool,
     /// Why no lane has come up since, as far as that is known.
     no_lane: Option<String>,
     limits: Limits,
@@ -123,6 +125,7 @@ impl SenderState {
             phase: Phase::Open,
             link: Link::Down,
             heard_at: now,
+            reached: false,
             no_lane: None,
             limits,
             deadline: now + deadline,
@@ -153,6 +156,11 @@ impl SenderState {
 
     pub fn is_ended(&self) -> bool {
         matches!(self.phase, Phase::Acked | Phase::Aborted(_))
+    }
+
+    /// Whether the receiver has answered.
+    pub fn was_reached(&self) -> bool {
+        self.reached
     }
 
     pub fn totals(&self) -> Totals {
@@ -259,7 +267,7 @@ impl SenderState {
     /// No lane came up this time, and why. Another one will be tried, unless that is
     /// `hopeless`: a receiver that was never reached is lost then.
     pub fn lane_failed(&mut self, reason: &str, hopeless: bool) {
-        if hopeless && self.phase == Phase::Open {
+        if hopeless && !self.reached {
             self.peer_lost(&format!("no lane comes up: {reason}"));
         }
         self.no_lane = Some(reason.to_owned());
@@ -285,6 +293,7 @@ impl SenderState {
             return;
         }
         self.phase = Phase::Sending;
+        self.reached = true;
         self.link = Link::Up;
         self.said_at = None;
         self.window.restart(now);

@@ -298,6 +298,11 @@ impl Transfer {
         }
     }
 
+    /// Whether the receiver has answered, however the transfer ended.
+    pub fn was_reached(&self) -> bool {
+        self.shared.lock().state.was_reached()
+    }
+
     /// Gives the transfer up and tells the receiver. Idempotent; without effect once
     /// it has ended. Does not block.
     pub fn abort(&self, reason: &str) {

@@ -35,7 +35,7 @@ impl Driver {
             exact: self.job.exact,
             tie: environment::random(),
         };
-        let placement = self.shared.policy.place(&candidates, &question)?;
+        let placement = self.choose(&candidates, &question)?;
         self.foretell(&candidates, &placement)?;
         self.book(&workers, &candidates, &placement);
         if let Some(prefill) = &placement.prefill {
@@ -47,6 +47,25 @@ impl Driver {
             "placed"
         );
         Ok(placement)
+    }
+
+    /// Chooses without the workers that others are preferred to, if that is possible. One
+    /// that holds the request's blocks already computes the prompt itself.
+    fn choose(
+        &self,
+        candidates: &[Candidate],
+        question: &Question<'_>,
+    ) -> Result<Placement, Error> {
+        let policy = &self.shared.policy;
+        let shunned = self.shared.workers.shunned.all(Instant::now());
+        if !shunned.is_empty() {
+            let mut others = candidates.to_vec();
+            others.retain(|candidate| !shunned.contains(&candidate.key));
+            if let Ok(placement) = policy.place(&others, question) {
+                return Ok(placement);
+            }
+        }
+        policy.place(candidates, question)
     }
 
     /// Refuses a request whose first token would come too late. Once: what goes wrong
