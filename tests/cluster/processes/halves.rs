@@ -10,7 +10,7 @@ use baton_proto::kv_layout::KvDtype;
 use baton_proto::sampling::SamplingParams;
 use baton_tests::client::Collector;
 use baton_tests::front::PrefillFront;
-use baton_tests::link::{Link, Pace};
+use baton_tests::link::Link;
 use baton_tests::oracle::{Case, Oracle};
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
@@ -141,7 +141,6 @@ async fn a_decode_worker_that_refuses_connections_costs_no_request() {
 
     // Some are between their two halves when it happens.
     let mut running = Vec::new();
-    link.set(Pace::Free);
     for (case, right) in cases.iter().take(4) {
         let request = baton_proto::v1::GenerateRequest {
             model: "rand".to_owned(),

@@ -83,8 +83,8 @@ pub async fn probe(
     let names: Vec<&str> = untouched.iter().map(|w| w.process.name.as_str()).collect();
     assert!(names.is_empty(), "no whole pool was asked of {names:?}");
     let share = |one: u32| most / SHARES + u32::from(one < most % SHARES);
-    let many: Vec<Known> = (0..SHARES)
-        .map(|one| known(case(&mut random, share(one) * BLOCK - 14, 14)))
+    let many: Vec<Known> = (0..SHARES * workers.len().div_ceil(2) as u32)
+        .map(|one| known(case(&mut random, share(one % SHARES) * BLOCK - 14, 14)))
         .collect();
     run(router, &many).await;
     for worker in workers {
