@@ -3,6 +3,7 @@
 //! ```text
 //! memory        the bytes: one region per KvGroup, raw, for kernels and lanes
 //! block_pool    the state of every block of one group, its eviction and the prefix index
+//! space         how much memory there can be at all
 //! convert       a peer's layers of another type as ours
 //! tables        a sequence's blocks in all groups: grow, share, copy on write, look-up
 //! ```
@@ -14,6 +15,7 @@ pub mod block_pool;
 pub mod convert;
 pub mod memory;
 mod pool_memory;
+mod space;
 pub mod tables;
 
 pub use block_pool::{BlockPool, BlockState};
@@ -37,6 +39,11 @@ pub enum Error {
     },
     #[error("convert kv of another type: {0}")]
     Convert(baton_kernels::Error),
+    #[error(
+        "the pools need `{bytes}` bytes, this process can have `{most}` at most: \
+         fewer tokens of kv, or a smaller type"
+    )]
+    NoSpace { bytes: u64, most: u64 },
     #[error("kv group {group}: map `{bytes}` bytes: {source}")]
     Map {
         group: usize,

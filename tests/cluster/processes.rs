@@ -29,6 +29,7 @@
 //! transfers  a prefill worker dies while its KV is under way
 //! halfway    a decode worker dies at a stated token
 //! segments   what is left of shared memory by workers that die again and again
+//! no_space   a worker whose pool cannot be had
 //! ids        one request id, many requests, two routers
 //! place      a worker that is started again where it was
 //! ```
@@ -49,6 +50,7 @@ mod leases;
 mod leaving;
 mod links;
 mod moving;
+mod no_space;
 mod outage;
 mod outages;
 mod place;

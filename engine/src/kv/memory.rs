@@ -18,8 +18,8 @@ use baton_kernels::{HugePages, KvShape, KvView};
 use baton_proto::kv_layout::{ByteExtent, KvLayout};
 use baton_proto::pool_memory::SharedMemory;
 
-use super::Error;
 use super::convert::kernel_dtype;
+use super::{Error, space};
 use crate::step::BLOCK_NONE;
 
 /// Who can read a pool's memory.
@@ -103,10 +103,11 @@ impl KvMemory {
 
     /// Maps zeroed memory for `blocks[group]` blocks of each group of `layout`.
     ///
-    /// Pages are touched on first use, so a large pool costs nothing until it fills.
+    /// Pages are touched on first use, so a large pool costs nothing until it fills; one that
+    /// can never fill is refused.
     ///
     /// # Errors
-    /// A layout or size that cannot be used, or memory the system refuses.
+    /// A layout or size that cannot be used, or memory the system refuses or does not have.
     pub fn allocate_as(
         layout: KvLayout,
         blocks: &[u32],
@@ -118,6 +119,14 @@ impl KvMemory {
                 given: blocks.len(),
                 groups: layout.groups.len(),
             });
+        }
+        let bytes = |(group, blocks): (usize, &u32)| {
+            (layout.block_bytes(group) as u64).saturating_mul(u64::from(*blocks))
+        };
+        let bytes = blocks.iter().enumerate().map(bytes);
+        let bytes = bytes.fold(0, u64::saturating_add);
+        if let Some(most) = space::memory_max().filter(|most| bytes > *most) {
+            return Err(Error::NoSpace { bytes, most });
         }
         let pools = blocks
             .iter()
@@ -360,6 +369,14 @@ mod tests {
                 ..
             }
         ));
+        for sharing in [PoolSharing::Private, PoolSharing::Lendable] {
+            // Some terabytes: as much as may be asked for, and more than there is.
+            let error = KvMemory::allocate_as(layout(), &[u32::MAX - 1, 3], sharing);
+            let Err(Error::NoSpace { bytes, most }) = error else {
+                panic!("{error:?}");
+            };
+            assert!(bytes > most);
+        }
         let broken = KvLayout {
             head_dim: 20,
             ..layout()

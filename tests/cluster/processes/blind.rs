@@ -78,10 +78,18 @@ async fn a_router_that_could_not_see_etcd_knows_all_of_it_again() {
     p1.kill().await;
     let mut p1 = Place::new(Pool::Prefill, "p1", &[]);
     p1.start(&launcher).await;
+    // Each under its life of now.
+    let mut truth = Listed::new();
+    for worker in [d0.worker(), &d2, p0.worker(), p1.worker()] {
+        let (id, life) = (worker.process.name.clone(), worker.describe().await);
+        truth.push((id, life.epoch, worker.control.to_string()));
+    }
+    let waited = Stopwatch::start();
+    while by_etcd(&launcher).await != truth {
+        assert!(waited.elapsed() < SOON, "not everybody is registered");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     launcher.etcd.fill_and_compact(JUNK).await;
-    let truth = by_etcd(&launcher).await;
-    let ids: Vec<&str> = truth.iter().map(|(id, ..)| id.as_str()).collect();
-    assert_eq!(ids, ["d0", "d2", "p0", "p1"]);
     assert_ne!(by_router(&router).await, truth);
     // Those whom it knows and reaches serve.
     router.wait_workers("rand", (1, 1), SOON).await;
