@@ -301,9 +301,9 @@ pub struct RouterArgs {
     #[arg(long, env = "BATON_TTFT_TARGET_MS", value_parser = clap::value_parser!(u64).range(1..=600_000))]
     pub ttft_target_ms: Option<u64>,
     /// Longest wait for a decode worker while none is there, before a request is refused;
-    /// never past its own deadline, and 0 refuses at once.
-    #[arg(long, env = "BATON_POOL_TIMEOUT_MS", default_value_t = 10_000)]
-    pub pool_timeout_ms: u64,
+    /// 0 refuses at once [default: the request's deadline, or its target on the first token].
+    #[arg(long, env = "BATON_POOL_TIMEOUT_MS")]
+    pub pool_timeout_ms: Option<u64>,
     /// Longest handoff without progress.
     #[arg(long, env = "BATON_HANDOFF_TIMEOUT_MS", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub handoff_timeout_ms: u64,

@@ -58,8 +58,9 @@ pub struct RouterConfig {
     pub ttft_target_ms: Option<u64>,
     /// The time of a request whose client gave no deadline, and the most a client gets.
     pub request_timeout_ms: u64,
-    /// Waiting for a decode worker while there is none; 0 refuses at once.
-    pub pool_timeout_ms: u64,
+    /// Waiting for a decode worker while there is none; 0 refuses at once. Absent: as long
+    /// as the request has.
+    pub pool_timeout_ms: Option<u64>,
     /// A worker's first answer to a call.
     pub answer_timeout_ms: u64,
     /// Waiting in a worker's queue.
@@ -113,7 +114,7 @@ impl Default for RouterConfig {
             attempts_max: 3,
             ttft_target_ms: None,
             request_timeout_ms: 600_000,
-            pool_timeout_ms: 10_000,
+            pool_timeout_ms: None,
             answer_timeout_ms: 5_000,
             queue_timeout_ms: 60_000,
             prefill_timeout_ms: 120_000,

@@ -126,7 +126,11 @@ impl Driver {
             exact: job.exact,
             timeouts: Timeouts {
                 total: job.deadline - job.received,
-                pool: ms(config.pool_timeout_ms),
+                // Nobody waits beyond the target on the first token, for this either.
+                pool: config
+                    .pool_timeout_ms
+                    .map_or(Duration::MAX, ms)
+                    .min(job.slo.ttft.unwrap_or(Duration::MAX)),
                 answer: ms(config.answer_timeout_ms),
                 queue: ms(config.queue_timeout_ms),
                 prefill: ms(config.prefill_timeout_ms),

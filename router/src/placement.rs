@@ -84,13 +84,19 @@ pub struct Question<'a> {
     pub tie: u64,
 }
 
+/// The pool is empty.
+pub const NO_DECODE_WORKER: &str = "NO_DECODE_WORKER";
+/// The pool is not empty, but the request was at each of its workers.
+pub const DECODE_WORKERS_TRIED: &str = "DECODE_WORKERS_TRIED";
+
 /// A way to choose.
 pub trait Policy: Send + Sync {
     /// Chooses among `candidates`.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`]: nobody is there (`NO_DECODE_WORKER`), or those
-    /// that are do not fit together, naming the field and both values.
+    /// [`ErrorKind::Unavailable`]: nobody is there ([`NO_DECODE_WORKER`]), all were tried
+    /// ([`DECODE_WORKERS_TRIED`]), or those that are there do not fit together, naming the
+    /// field and both values.
     fn place(&self, candidates: &[Candidate], question: &Question<'_>) -> Result<Placement, Error>;
 }
 
@@ -149,7 +155,10 @@ impl Policy for LeastTokens {
                     decode: kept.clone(),
                     prefill: None,
                 }),
-                None => Err(refusal.unwrap_or_else(|| nobody("decode", "NO_DECODE_WORKER"))),
+                None if usable.iter().any(|worker| worker.role.decodes()) => {
+                    Err(nobody("other decode", DECODE_WORKERS_TRIED))
+                }
+                None => Err(refusal.unwrap_or_else(|| nobody("decode", NO_DECODE_WORKER))),
             };
         };
         let local = |decode: &Candidate| {

@@ -34,7 +34,7 @@ use baton_proto::{Error, ErrorKind, TokenId, v1};
 pub use action::{Action, DecodeEvent, Event, PlaceQuery, PrefillEvent, Timeouts};
 use token_log::{Conflict, Drawn, Run, TokenLog};
 
-use crate::placement::{Placement, WorkerKey};
+use crate::placement::{DECODE_WORKERS_TRIED, NO_DECODE_WORKER, Placement, WorkerKey};
 
 /// What the machine must know of a request.
 #[derive(Clone, Copy, Debug)]
@@ -52,6 +52,8 @@ pub struct Spec {
 
 /// How often a request looks whether a decode worker is there now.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
+/// A dead worker may be taken for one that is there for so long.
+const NOTICED_WITHIN: Duration = Duration::from_millis(500);
 
 /// Where a request is. For people, logs and tests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -253,14 +255,30 @@ impl Request {
         out
     }
 
-    /// Whether a worker that starts, or comes back, would be in time for a request that nobody
-    /// could take yet.
+    /// Whether a worker that starts, or comes back, would be in time for a request of which
+    /// its client has nothing yet.
     fn may_wait(&mut self, now: Duration, error: &Error) -> bool {
-        if error.reason != "NO_DECODE_WORKER" || self.attempt > 0 || self.failures > 0 {
+        if !self.logs.iter().all(TokenLog::is_empty) {
             return false;
         }
+        let pool = self.spec.timeouts.pool;
+        let most = match error.reason.as_str() {
+            NO_DECODE_WORKER => {
+                // Whoever comes is welcome, also one that was left.
+                self.excluded_decode.clear();
+                pool
+            }
+            DECODE_WORKERS_TRIED if self.left_dead() => pool.min(NOTICED_WITHIN),
+            _ => return false,
+        };
         let since = *self.unplaced_since.get_or_insert(now);
-        now.saturating_sub(since) < self.spec.timeouts.pool
+        now.saturating_sub(since) < most
+    }
+
+    /// The last worker may be dead, for all that is known.
+    fn left_dead(&self) -> bool {
+        let error = self.last_error.as_ref();
+        error.is_some_and(|error| error.kind == ErrorKind::Unavailable)
     }
 
     fn place(&mut self, out: &mut Vec<Action>) {
@@ -277,6 +295,7 @@ impl Request {
     }
 
     fn placed(&mut self, now: Duration, placement: Placement, out: &mut Vec<Action>) {
+        self.unplaced_since = None;
         self.attempt += 1;
         let attempt = self.attempt;
         self.next_prefill = placement.prefill;

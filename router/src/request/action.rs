@@ -13,7 +13,7 @@ use crate::placement::{Placement, WorkerKey};
 pub struct Timeouts {
     /// The whole request, from accepted.
     pub total: Duration,
-    /// For a decode worker to be there at all.
+    /// For a decode worker to be there at all, before the first token.
     pub pool: Duration,
     /// A worker's first answer to a call.
     pub answer: Duration,

@@ -16,6 +16,7 @@ use baton_proto::worker_info::{HANDOFF_UNREACHABLE, WORKER_DRAINING};
 use baton_proto::{Error, ErrorKind};
 
 use super::{Action, BrokenLane, Prefilling, Request, Stage, TokenLog, WorkerKey};
+use crate::placement::NO_DECODE_WORKER;
 
 /// Whether another worker would say the same.
 fn is_final(kind: ErrorKind) -> bool {
@@ -184,12 +185,17 @@ impl Request {
     }
 
     fn fail_late(&mut self, out: &mut Vec<Action>) {
-        let message = format!(
-            "the request's time of {} ms ended while {}",
-            self.spec.timeouts.total.as_millis(),
-            self.stage.doing()
-        );
-        self.fail(Error::new(ErrorKind::Deadline, message), out);
+        let total = self.spec.timeouts.total.as_millis();
+        let late = |doing: &str| {
+            let message = format!("the request's time of {total} ms ended while {doing}");
+            Error::new(ErrorKind::Deadline, message)
+        };
+        let error = if self.unplaced_since.is_some() {
+            late("no decode worker was there").with_reason(NO_DECODE_WORKER)
+        } else {
+            late(self.stage.doing())
+        };
+        self.fail(error, out);
     }
 
     pub(super) fn worker_lost(&mut self, worker: &WorkerKey, error: Error, out: &mut Vec<Action>) {

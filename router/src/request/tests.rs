@@ -101,6 +101,9 @@ impl Scene {
             ["placed", "nobody"] => {
                 Event::Placed(Err(error("unavailable").with_reason("NO_DECODE_WORKER")))
             }
+            ["placed", "tried"] => {
+                Event::Placed(Err(error("unavailable").with_reason("DECODE_WORKERS_TRIED")))
+            }
             ["placed", "nowhere"] => Event::Placed(Err(error("unavailable"))),
             ["placed", "local", d] => Event::Placed(Ok(Placement {
                 decode: key(d),
@@ -1269,6 +1272,49 @@ fn while_no_decode_worker_is_there_a_request_waits() {
         fail Unavailable NO_DECODE_WORKER: boom
         ",
     );
+}
+
+/// The only decode worker dies before the first token. The router may see it in its list
+/// for a moment more.
+#[test]
+fn what_nobody_has_seen_a_token_of_waits_for_another_life_of_its_worker() {
+    let machine = check(
+        1,
+        8,
+        "
+        > begin
+        place
+        > placed local d1
+        start d1 local #1
+        > d started 0
+        > lost d1
+        cancel-decode
+        retry
+        place not d1
+        > placed tried
+        > at 200
+        place not d1
+        > placed nobody
+        > at 400
+        place
+        > placed local d1
+        start d1 local #2
+        ",
+    );
+    assert_eq!(machine.failures, 1, "a death is charged, the wait is not");
+    let last = "
+        > begin
+        place
+        > placed local d1
+        start d1 local #1
+        > d failed overloaded
+        cancel-decode
+        retry
+        place not d1
+        > placed tried
+        fail Overloaded OVERLOADED: decode worker `d1`: boom
+        ";
+    check(1, 8, last);
 }
 
 #[test]

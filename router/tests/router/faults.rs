@@ -176,14 +176,24 @@ async fn the_only_decode_worker_dying_ends_the_stream_with_its_name() {
     let mut cluster = Cluster::start(|_| {}).await;
     let mut d = cluster.worker("d1", Role::Decode).await;
     d.script.set(Act::Slowly(Duration::from_millis(10)));
-    let running = tokio::spawn({
-        let frontend = cluster.frontend.clone();
-        async move { call(&frontend, request(10, 1000)).await }
-    });
-    until("it runs", || d.script.running.load(Ordering::Relaxed) == 1).await;
+    let context = CallContext::new(Tenant::new("default"));
+    let mut stream = cluster
+        .frontend
+        .generate(request(10, 1000), context)
+        .await
+        .unwrap();
+    let mut outcome = Outcome::default();
+    while outcome.ids.first().is_none_or(Vec::is_empty) {
+        outcome.take(stream.next().await.unwrap().unwrap());
+    }
     let begun = Instant::now();
     d.kill();
-    let outcome = running.await.unwrap();
+    while let Some(event) = stream.next().await {
+        match event {
+            Ok(event) => outcome.take(event),
+            Err(error) => outcome.error = Some(error),
+        }
+    }
     assert!(begun.elapsed() < Duration::from_secs(1));
     assert_eq!(outcome.failed().kind, ErrorKind::Unavailable);
     assert!(

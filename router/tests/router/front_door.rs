@@ -360,7 +360,7 @@ async fn tokens_and_text_go_both_ways() {
 #[tokio::test]
 async fn health_and_reflection_answer_and_follow_readiness() {
     use tonic_health::pb::health_check_response::ServingStatus;
-    let mut cluster = Cluster::start(|_| {}).await;
+    let mut cluster = Cluster::start(|c| c.pool_timeout_ms = Some(0)).await;
     assert!(matches!(
         cluster.frontend.readiness(),
         Readiness::NotReady(_)

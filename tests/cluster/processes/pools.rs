@@ -17,11 +17,12 @@ async fn requests_wait_for_a_decode_worker_to_be_there() {
     let launcher = Launcher::start().await;
     let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
     let mut leaves = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
-    let patient = [SPLIT[0], SPLIT[1], "--pool-timeout-ms=20000"];
-    let patient = launcher.router(&patient).await;
+    let patient = launcher.router(&SPLIT).await;
     let hasty = [SPLIT[0], SPLIT[1], "--pool-timeout-ms=0"];
     let hasty = launcher.router(&hasty).await;
-    for router in [&patient, &hasty] {
+    let short = [SPLIT[0], SPLIT[1], "--request-timeout-ms=700"];
+    let short = launcher.router(&short).await;
+    for router in [&patient, &hasty, &short] {
         router.wait_workers("rand", (1, 1), SOON).await;
     }
     leaves.process.terminate();
@@ -35,6 +36,9 @@ async fn requests_wait_for_a_decode_worker_to_be_there() {
     assert_eq!(refused.kind, ErrorKind::Unavailable);
     assert_eq!(refused.reason, "NO_DECODE_WORKER");
     assert!(refused.retry_after.is_some());
+    let late = ask(short.grpc(), "rand", &cases[0]).await.unwrap_err();
+    assert_eq!(late.kind, ErrorKind::Deadline, "{late:?}");
+    assert_eq!(late.reason, "NO_DECODE_WORKER");
 
     let mut waiting = JoinSet::new();
     for index in 0..cases.len() {
@@ -55,4 +59,38 @@ async fn requests_wait_for_a_decode_worker_to_be_there() {
         ask(router.grpc(), "rand", &cases[0]).await.unwrap();
     }
     drop((prefill, decode));
+}
+
+/// The only decode worker dies while prompts are computed for it: nobody has a token yet, so
+/// all of them are answered by its next life.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn prompts_outlive_the_only_decode_worker() {
+    let cases = known(&models::fixture("rand"), 0x9002, 4, 16);
+    let launcher = Launcher::start().await;
+    let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
+    let mut dies = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
+    // Long enough for no stage to end before the worker does.
+    let router = launcher
+        .router(&[SPLIT[0], "--handoff-timeout-ms=20000"])
+        .await;
+    router.wait_workers("rand", (1, 1), SOON).await;
+    // Prompts that are not computed: accepted by the decode worker, no token made.
+    prefill.process.freeze();
+    let mut waiting = JoinSet::new();
+    for index in 0..cases.len() {
+        let (door, cases) = (router.grpc(), std::sync::Arc::clone(&cases));
+        waiting.spawn(async move { ask(door, "rand", &cases[index]).await });
+    }
+    while dies.load().await.requests_running < cases.len() as u32 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    dies.process.kill().await;
+    prefill.process.thaw();
+    let decode = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
+    while let Some(answered) = waiting.join_next().await {
+        answered.unwrap().unwrap();
+    }
+    for worker in [&prefill, &decode] {
+        worker.wait_released(Duration::from_secs(2)).await;
+    }
 }
