@@ -12,11 +12,12 @@
 #[cfg(feature = "test-support")]
 pub mod driven;
 mod inbox;
+mod pulse;
 
 use std::panic::AssertUnwindSafe;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use baton_proto::cache_names::CacheNames;
 use baton_proto::kv_layout::KvLayout;
@@ -31,6 +32,10 @@ use crate::step_time::DeviceRates;
 
 use inbox::Inbox;
 pub use inbox::SendError;
+use pulse::Pulse;
+
+/// What ending an engine may take: its step in flight, on a slow machine.
+const ENDED_WITHIN: Duration = Duration::from_secs(10);
 
 /// Why an engine could not start.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +52,7 @@ pub enum Error {
 #[derive(Debug)]
 pub struct Engine {
     inbox: Arc<Inbox>,
+    pulse: Arc<Pulse>,
     load: Arc<Mutex<Load>>,
     cache_names: Arc<CacheNames>,
     memory: Arc<KvMemory>,
@@ -71,21 +77,23 @@ impl Engine {
         let card = facts.card.clone();
         let load = Arc::<Mutex<Load>>::default();
         let inbox = Arc::new(Inbox::new(config.limits.commands_max));
+        let pulse = Arc::new(Pulse::new());
         let core = Core::new(executor, facts, &memory, config, sink, Arc::clone(&load))?;
         let cache_names = core.cache_names();
         let thread = std::thread::Builder::new()
             .name("baton-engine".to_owned())
             .spawn({
-                let inbox = Arc::clone(&inbox);
+                let (inbox, pulse) = (Arc::clone(&inbox), Arc::clone(&pulse));
                 let cores = config.cores.clone();
                 move || {
                     pin_to(&cores);
-                    run(core, &inbox);
+                    run(core, &inbox, &pulse);
                 }
             })
             .map_err(Error::Thread)?;
         Ok(Self {
             inbox,
+            pulse,
             load,
             cache_names,
             memory,
@@ -144,6 +152,16 @@ impl Engine {
         self.memory.layout()
     }
 
+    /// For how long its thread has had something to do and not moved: between two layers
+    /// at the most, while all is well. Zero once it has ended.
+    pub fn still_for(&self) -> Duration {
+        if self.is_stopped() {
+            return Duration::ZERO;
+        }
+        let working = self.pulse.still_for();
+        working.unwrap_or_else(|| self.inbox.waiting_for())
+    }
+
     /// Whether the engine takes no more commands, because it was stopped or failed.
     pub fn is_stopped(&self) -> bool {
         self.inbox.is_closed()
@@ -152,19 +170,28 @@ impl Engine {
     /// Ends the engine: requests it still holds fail as unavailable and are released,
     /// `Stopped` is emitted, the thread is joined. Idempotent. Must not be called from
     /// the event sink, which runs on that thread.
-    pub fn stop(&self) {
+    ///
+    /// Returns whether the thread has ended. One that does not move any more is left to
+    /// the process's end after ten seconds, with everything it holds.
+    pub fn stop(&self) -> bool {
         self.inbox.close();
-        let thread = self
-            .thread
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
-        if let Some(thread) = thread {
-            // The thread catches its own panics, so joining fails only if that code itself panicked.
-            if thread.join().is_err() {
-                tracing::error!("the engine thread panicked while it was ending");
+        let mut held = self.thread.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(thread) = held.take() else {
+            return true;
+        };
+        let since = Instant::now();
+        while !thread.is_finished() {
+            if since.elapsed() > ENDED_WITHIN {
+                tracing::error!("the engine thread does not end; it is left behind");
+                return false;
             }
+            std::thread::sleep(Duration::from_millis(1));
         }
+        // The thread catches its own panics, so joining fails only if that code itself panicked.
+        if thread.join().is_err() {
+            tracing::error!("the engine thread panicked while it was ending");
+        }
+        true
     }
 }
 
@@ -175,19 +202,26 @@ impl Drop for Engine {
 }
 
 /// The engine thread: commands, then a step, until closed or broken.
-fn run(mut core: Core, inbox: &Inbox) {
+fn run(mut core: Core, inbox: &Inbox, pulse: &Pulse) {
     let outcome = std::panic::catch_unwind(AssertUnwindSafe(|| {
         let started = Instant::now();
         let mut commands = Vec::new();
         let mut idle = false;
         while inbox.take(&mut commands, idle) {
+            pulse.beat();
             for command in commands.drain(..) {
                 core.handle(command, started.elapsed());
             }
-            let progress = core.step(started.elapsed(), &mut |keys| inbox.peek_cancels(keys));
+            let progress = core.step(started.elapsed(), &mut |keys| {
+                pulse.beat();
+                inbox.peek_cancels(keys);
+            });
             idle = match progress {
                 Ok(Progress::Worked) => false,
-                Ok(Progress::Idle) => true,
+                Ok(Progress::Idle) => {
+                    pulse.rest();
+                    true
+                }
                 Err(error) => return Some(error.to_string()),
             };
         }

@@ -44,6 +44,7 @@ pub struct AdminState {
     readiness: Arc<dyn Fn() -> Readiness + Send + Sync>,
     before_scrape: Arc<dyn Fn() + Send + Sync>,
     detail: Arc<dyn Fn() -> Option<String> + Send + Sync>,
+    alive: Arc<dyn Fn() -> bool + Send + Sync>,
 }
 
 impl AdminState {
@@ -57,6 +58,7 @@ impl AdminState {
             readiness: Arc::new(readiness),
             before_scrape: Arc::new(|| {}),
             detail: Arc::new(|| None),
+            alive: Arc::new(|| true),
         }
     }
 
@@ -87,6 +89,13 @@ impl AdminState {
         self
     }
 
+    /// Asked at each liveness probe: false where starting the process again would help.
+    /// Must not block.
+    pub fn alive_while(mut self, alive: impl Fn() -> bool + Send + Sync + 'static) -> Self {
+        self.alive = Arc::new(alive);
+        self
+    }
+
     /// Whether new work is welcome now.
     pub fn readiness(&self) -> Readiness {
         (self.readiness)()
@@ -103,10 +112,18 @@ impl AdminState {
 /// The three routes, to be served alone or merged into another router.
 pub fn routes(state: AdminState) -> Router {
     Router::new()
-        .route("/livez", get(|| async { "ok\n" }))
+        .route("/livez", get(live))
         .route("/readyz", get(ready))
         .route("/metrics", get(metrics))
         .with_state(state)
+}
+
+async fn live(State(state): State<AdminState>) -> Response {
+    if (state.alive)() {
+        return "ok\n".into_response();
+    }
+    let reason = "the engine does not move\n";
+    (StatusCode::SERVICE_UNAVAILABLE, reason).into_response()
 }
 
 async fn ready(State(state): State<AdminState>) -> Response {

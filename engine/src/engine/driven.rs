@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::inbox::{Arrival, Inbox};
+use super::pulse::Pulse;
 use super::{Engine, Error};
 use crate::api::{EventSink, Load};
 use crate::config::EngineConfig;
@@ -65,6 +66,7 @@ impl Engine {
         };
         let engine = Self {
             inbox,
+            pulse: Arc::new(Pulse::new()),
             load,
             cache_names,
             memory,

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use crate::api::{Command, RequestKey};
 
@@ -27,6 +28,8 @@ struct Queue {
     commands: VecDeque<Command>,
     submissions: usize,
     closed: bool,
+    /// Since when something waits.
+    since: Option<Instant>,
 }
 
 /// Commands on their way to the engine's thread.
@@ -93,6 +96,7 @@ impl Inbox {
             _ => {}
         }
         queue.commands.push_back(command);
+        queue.since.get_or_insert_with(Instant::now);
         drop(queue);
         self.wake();
         Ok(())
@@ -108,6 +112,13 @@ impl Inbox {
         self.lock().closed
     }
 
+    /// How long the first of what waits has waited.
+    pub(crate) fn waiting_for(&self) -> Duration {
+        self.lock()
+            .since
+            .map_or(Duration::ZERO, |since| since.elapsed())
+    }
+
     /// Moves everything that waits into `commands`; with `wait`, sleeps until there
     /// is something or the inbox is closed. Returns whether it is still open.
     pub(crate) fn take(&self, commands: &mut Vec<Command>, wait: bool) -> bool {
@@ -119,6 +130,7 @@ impl Inbox {
                 .unwrap_or_else(PoisonError::into_inner);
         }
         queue.submissions = 0;
+        queue.since = None;
         self.cancel.store(false, Ordering::Release);
         commands.extend(queue.commands.drain(..));
         !queue.closed
