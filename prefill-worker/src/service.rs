@@ -87,10 +87,12 @@ impl PrefillWorker for Service {
         &self,
         _request: Request<v1::DrainRequest>,
     ) -> Result<Response<v1::DrainResponse>, Status> {
-        self.shared.start_draining().await;
+        let told = self.shared.start_draining().await;
         let left = self.shared.live().len();
         Ok(Response::new(v1::DrainResponse {
             requests_left: u32::try_from(left).unwrap_or(u32::MAX),
+            routers_acknowledged: told.acknowledged,
+            routers_silent: told.silent,
         }))
     }
 
@@ -113,9 +115,18 @@ impl PrefillWorker for Service {
 
     async fn watch(
         &self,
-        _request: Request<v1::WatchRequest>,
+        request: Request<v1::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        Ok(Response::new(self.shared.info.watch_stream()))
+        let stream = self.shared.info.watch_stream(request.into_inner());
+        Ok(Response::new(stream))
+    }
+
+    async fn acknowledge_drain(
+        &self,
+        request: Request<v1::AcknowledgeDrainRequest>,
+    ) -> Result<Response<v1::AcknowledgeDrainResponse>, Status> {
+        let answer = self.shared.info.drain_acknowledged(request.into_inner());
+        Ok(Response::new(answer))
     }
 }
 

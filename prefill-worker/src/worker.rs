@@ -25,7 +25,8 @@ use baton_proto::live_requests::LiveRequests;
 use baton_proto::pace::PromptPace;
 use baton_proto::transport;
 use baton_proto::v1::prefill_worker_server::PrefillWorkerServer;
-use baton_proto::worker_info::{Grace, WorkerInfo, WorkerState, leaving};
+use baton_proto::watching::{Told, Watchers};
+use baton_proto::worker_info::{Grace, WorkerInfo, WorkerState, follow_engine, leaving};
 use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -111,6 +112,7 @@ impl Shared {
                     state: state_rx,
                     load: Arc::new(load),
                     cache: Arc::clone(parts.engine.cache_names()),
+                    watchers: Watchers::default(),
                 },
                 engine: parts.engine,
                 routes: parts.routes,
@@ -174,22 +176,26 @@ impl Shared {
         }
     }
 
-    /// Marks the worker as leaving: no new requests, seen by routers at once. What runs
-    /// has the grace time from the first call on.
-    pub(crate) async fn start_draining(&self) {
+    /// Marks the worker as leaving: no new requests, and routers have said that they know.
+    /// What runs has the grace time from the first call on.
+    pub(crate) async fn start_draining(&self) -> Told {
         self.grace.begin(self.config.drain_grace);
         let before = self.state.send_replace(WorkerState::Draining);
         if before != WorkerState::Draining {
             tracing::info!(worker = %self.info.worker_id, left = self.live().len(),
                 grace_ms = self.config.drain_grace.as_millis() as u64, "draining");
         }
-        if let Some(registration) = self.registration.get()
-            && let Err(error) = registration
-                .set_state(baton_membership::WorkerState::Draining)
-                .await
-        {
-            tracing::warn!(%error, "draining could not be published");
-        }
+        let publish = async {
+            if let Some(registration) = self.registration.get()
+                && let Err(error) = registration
+                    .set_state(baton_membership::WorkerState::Draining)
+                    .await
+            {
+                tracing::warn!(%error, "draining could not be published");
+            }
+        };
+        let told = self.info.watchers.all_know(&self.info.worker_id);
+        tokio::join!(told, publish).0
     }
 }
 
@@ -288,6 +294,14 @@ impl PrefillWorker {
                 }
             });
         }
+        servers.spawn({
+            let (shared, stop) = (Arc::clone(&shared), stop.clone());
+            async move {
+                let still_for = || shared.engine.still_for();
+                let following = follow_engine(&shared.info.worker_id, &shared.state, still_for);
+                stop.run_until_cancelled(following).await;
+            }
+        });
         servers.close();
 
         shared.set_ready();
@@ -385,12 +399,15 @@ impl PrefillWorker {
         if ended.is_err() {
             tracing::warn!("requests did not end in time; stopping the engine under them");
         }
-        tokio::task::spawn_blocking(move || engine.engine.stop())
+        let ended = tokio::task::spawn_blocking(move || engine.engine.stop())
             .await
             .map_err(|_| Error::Task("engine stop"))?;
         self.stop.cancel();
         drop(tokio::time::timeout(std::time::Duration::from_secs(2), self.servers.wait()).await);
         tracing::info!(worker = %self.shared.info.worker_id, "prefill worker left");
+        if !ended {
+            return Err(Error::EngineStopped("it does not move".to_owned()));
+        }
         Ok(())
     }
 }
@@ -485,11 +502,12 @@ fn serve_grpc(
 
 fn admin_state(shared: &Arc<Shared>, registry: Arc<baton_observability::Registry>) -> AdminState {
     let state = shared.info.state.clone();
-    let refreshed = Arc::clone(shared);
+    let (alive, refreshed) = (state.clone(), Arc::clone(shared));
     AdminState::new(registry, move || match *state.borrow() {
         WorkerState::Ready => Readiness::Ready,
         other => Readiness::not_ready(other.name()),
     })
+    .alive_while(move || *alive.borrow() != WorkerState::Stalled)
     .before_scrape(move || refreshed.metrics.load(&refreshed.engine.load()))
 }
 

@@ -33,6 +33,8 @@ pub mod status;
 #[cfg(feature = "wire")]
 pub mod transport;
 #[cfg(feature = "wire")]
+pub mod watching;
+#[cfg(feature = "wire")]
 pub mod work;
 #[cfg(feature = "wire")]
 pub mod worker_info;

@@ -1,5 +1,5 @@
-//! What every worker answers about itself, whatever its role: the description,
-//! the tokenizer specification and the watch stream; and how it leaves.
+//! What every worker answers about itself, whatever its role: the description and the
+//! tokenizer specification ([`crate::watching`] has the watch stream); and how it leaves.
 
 use std::pin::Pin;
 use std::sync::{Arc, OnceLock};
@@ -11,18 +11,14 @@ use tokio_stream::{Stream, StreamExt as _};
 use tokio_util::task::TaskTracker;
 use tonic::Status;
 
-use crate::block_hash::BlockHash;
-use crate::cache_names::{CacheDelta, CacheNames};
+use crate::cache_names::CacheNames;
 use crate::error::Error;
 use crate::ids::{Epoch, WorkerId};
 use crate::model_card::ModelCard;
 use crate::protocol::{self, ProtocolVersion};
 use crate::status::to_status;
+use crate::watching::{WATCH_INTERVAL, Watchers};
 use crate::{v1, work};
-
-/// The longest silence of a watch stream; a router that hears nothing for a few of
-/// these judges the worker dead.
-pub const WATCH_INTERVAL: Duration = Duration::from_millis(250);
 
 /// What the requests of a worker whose grace time is over get to go on elsewhere: about
 /// what computing a long prompt once more takes.
@@ -97,36 +93,6 @@ impl Grace {
     }
 }
 
-/// Blocks that one event of a watch stream names: 256 KiB.
-const NAMES_PER_EVENT: usize = 16_384;
-
-/// What changed in a cache as it travels, in pieces; nothing where nothing changed.
-fn cache_changes(delta: &CacheDelta) -> Vec<v1::CacheChanges> {
-    let bytes = |names: &[BlockHash]| names.iter().flat_map(|name| name.0).collect();
-    let stored = delta
-        .stored
-        .chunks(NAMES_PER_EVENT)
-        .map(|names| v1::CacheChanges {
-            stored: bytes(names),
-            ..v1::CacheChanges::default()
-        });
-    let removed = delta
-        .removed
-        .chunks(NAMES_PER_EVENT)
-        .map(|names| v1::CacheChanges {
-            removed: bytes(names),
-            ..v1::CacheChanges::default()
-        });
-    let mut pieces: Vec<_> = stored.chain(removed).collect();
-    if delta.snapshot {
-        if pieces.is_empty() {
-            pieces.push(v1::CacheChanges::default());
-        }
-        pieces[0].snapshot = true;
-    }
-    pieces
-}
-
 /// A stream of messages as tonic wants it.
 pub type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send>>;
 
@@ -135,6 +101,8 @@ pub type ResponseStream<T> = Pin<Box<dyn Stream<Item = Result<T, Status>> + Send
 pub enum WorkerState {
     Starting,
     Ready,
+    /// Its engine has something to do and does not move.
+    Stalled,
     Draining,
 }
 
@@ -144,8 +112,42 @@ impl WorkerState {
         match self {
             Self::Starting => "starting",
             Self::Ready => "ready",
+            Self::Stalled => "stalled",
             Self::Draining => "draining",
         }
+    }
+}
+
+/// How long an engine may stand between two layers before its worker says so. The longest
+/// layer, of a long chunk on a slow machine, takes tenths of a second.
+pub const STALLED_AFTER: Duration = Duration::from_secs(5);
+
+/// Keeps `state` to whether the engine moves: `still_for` says how long it has not.
+/// Never ends. Cancel safe.
+pub async fn follow_engine(
+    worker: &WorkerId,
+    state: &watch::Sender<WorkerState>,
+    still_for: impl Fn() -> Duration,
+) {
+    loop {
+        let still = still_for();
+        state.send_if_modified(|state| {
+            let now = match *state {
+                WorkerState::Ready if still >= STALLED_AFTER => WorkerState::Stalled,
+                WorkerState::Stalled if still < STALLED_AFTER => WorkerState::Ready,
+                other => other,
+            };
+            let changed = now != *state;
+            match now {
+                WorkerState::Stalled if changed => tracing::error!(%worker,
+                    still_ms = still.as_millis() as u64, "the engine does not move"),
+                _ if changed => tracing::warn!(%worker, "the engine moves again"),
+                _ => {}
+            }
+            *state = now;
+            changed
+        });
+        tokio::time::sleep(WATCH_INTERVAL).await;
     }
 }
 
@@ -166,6 +168,8 @@ pub struct WorkerInfo {
     pub load: Arc<dyn Fn() -> v1::Load + Send + Sync>,
     /// What its prefix cache holds.
     pub cache: Arc<CacheNames>,
+    /// Who reads its watch streams.
+    pub watchers: Watchers,
 }
 
 impl WorkerInfo {
@@ -196,55 +200,15 @@ impl WorkerInfo {
         Box::pin(tokio_stream::iter(chunks).map(Ok))
     }
 
-    /// The answer to `Watch`: a snapshot at once, then one per interval or change of
-    /// state. Ends when the worker goes.
-    pub fn watch_stream(&self) -> ResponseStream<v1::WatchEvent> {
-        let (tx, rx) = tokio::sync::mpsc::channel(4);
-        let info = self.clone();
-        // Ends with its reader: every send fails once the stream is dropped.
-        tokio::spawn(async move {
-            let mut state = info.state.clone();
-            let mut sequence = 0_u64;
-            let mut position = None;
-            loop {
-                let delta = info.cache.since(position);
-                position = Some(delta.position);
-                let mut pieces: Vec<_> = cache_changes(&delta).into_iter().map(Some).collect();
-                if pieces.is_empty() {
-                    pieces.push(None);
-                }
-                for cache in pieces {
-                    let event = v1::WatchEvent {
-                        epoch: info.epoch.0,
-                        sequence,
-                        state: state.borrow_and_update().name().to_owned(),
-                        load: Some((info.load)()),
-                        cache,
-                    };
-                    sequence += 1;
-                    if tx.send(Ok(event)).await.is_err() {
-                        return;
-                    }
-                }
-                tokio::select! {
-                    biased;
-                    changed = state.changed() => if changed.is_err() { return },
-                    () = tokio::time::sleep(WATCH_INTERVAL) => {}
-                    () = tx.closed() => return,
-                }
-            }
-        });
-        Box::pin(tokio_stream::wrappers::ReceiverStream::new(rx))
-    }
-
     /// Refuses new work unless the worker is ready.
     ///
     /// # Errors
-    /// `UNAVAILABLE`, reason `WORKER_STARTING` or `WORKER_DRAINING`.
+    /// `UNAVAILABLE`, reason `WORKER_STARTING`, `WORKER_STALLED` or `WORKER_DRAINING`.
     pub fn check_ready(&self) -> Result<(), Status> {
         let (reason, what) = match *self.state.borrow() {
             WorkerState::Ready => return Ok(()),
             WorkerState::Starting => ("WORKER_STARTING", "starting"),
+            WorkerState::Stalled => ("WORKER_STALLED", "not moving"),
             WorkerState::Draining => (WORKER_DRAINING, "draining"),
         };
         let error = Error::new(

@@ -5,6 +5,7 @@
 //! rotation at once; one that falls silent or cannot be reached is lost, and the
 //! requests on it are told. Placement decides nothing here.
 
+mod acknowledging;
 mod connect;
 mod follow;
 mod models;

@@ -7,6 +7,8 @@
 //! transports what carries KV between processes of one host, and what is left of it
 //! moving     a stream whose decode worker dies is the undisturbed one, over both doors
 //! frozen     SIGSTOP: the right pool is blamed, and a worker comes back
+//! draining   routers say that they know of a worker that leaves
+//! hung       an engine does not move in a process that answers
 //! leaving    streams that outlast their worker's grace time go on elsewhere
 //! terminating  SIGTERM to every role at every moment: what runs ends well, then at once
 //! rolling    everything is restarted, one after the other, under load
@@ -41,10 +43,12 @@
 mod blind;
 mod deadlines;
 mod deaths;
+mod draining;
 mod frozen;
 mod halfway;
 mod halves;
 mod handoffs;
+mod hung;
 mod ids;
 mod leases;
 mod leaving;

@@ -131,4 +131,11 @@ impl PrefillWorker for Door {
     ) -> Result<Response<Self::WatchStream>, Status> {
         self.worker.clone().watch(request).await.map(passed)
     }
+
+    async fn acknowledge_drain(
+        &self,
+        request: Request<v1::AcknowledgeDrainRequest>,
+    ) -> Result<Response<v1::AcknowledgeDrainResponse>, Status> {
+        self.worker.clone().acknowledge_drain(request).await
+    }
 }

@@ -246,6 +246,28 @@ impl Worker {
         Http::new(self.admin)
     }
 
+    /// Stops the thread of its engine, and no other one, until the returned value is
+    /// dropped.
+    ///
+    /// # Panics
+    /// If that is not possible.
+    pub async fn hold_engine(&self) -> Held {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/hold_thread.py");
+        let mut tracer = Command::new("python3")
+            .arg(script)
+            .arg(self.process.id().to_string())
+            .arg("baton-engine")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .kill_on_drop(true)
+            .spawn()
+            .expect("python3");
+        let out = tracer.stdout.take().expect("standard output");
+        let said = BufReader::new(out).lines().next_line().await;
+        assert_eq!(said.expect("text").as_deref(), Some("held"));
+        Held(tracer)
+    }
+
     /// Its metrics as they are scraped.
     ///
     /// # Panics
@@ -315,6 +337,10 @@ impl Worker {
         }
     }
 }
+
+/// A thread that stands still. Goes on when this is dropped.
+#[must_use]
+pub struct Held(#[expect(dead_code, reason = "its end is what counts")] Child);
 
 /// A `baton router` or `baton up` process.
 pub struct RouterProcess {

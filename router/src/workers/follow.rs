@@ -22,9 +22,11 @@ use baton_proto::{Error, ErrorKind, environment, limits, v1};
 use baton_tokenizer::Tokenizer;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::Instant;
 use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 
+use super::acknowledging::Acknowledging;
 use super::{Connect, Link, Worker, Workers};
 use crate::placement::WorkerKey;
 
@@ -272,6 +274,8 @@ async fn follow_once(worker: &Worker, patience: Patience, observer: &dyn Observe
     let mut stream = opened;
     let mut heard = false;
     let mut sequence = None;
+    let mut acknowledging = Acknowledging::default();
+    let mut stalled = None;
     loop {
         let next = stream.message();
         tokio::pin!(next);
@@ -298,6 +302,19 @@ async fn follow_once(worker: &Worker, patience: Patience, observer: &dyn Observe
                 if let Some(changes) = &event.cache {
                     observer.cache_changed(&worker.key, &CacheChanges::from_wire(changes));
                 }
+                if event.state == "stalled" {
+                    // As good as silent: what it has moves where another can take it.
+                    let reason = "its engine does not move".to_owned();
+                    let since = *stalled.get_or_insert_with(Instant::now);
+                    let link = worker.live.borrow().link;
+                    if since.elapsed() >= patience.lost {
+                        lose(worker, &reason);
+                    } else if link != Link::Silent && link != Link::Lost {
+                        doubt(worker, reason);
+                    }
+                    continue;
+                }
+                stalled = None;
                 if worker.live.borrow().link == Link::Silent {
                     tracing::info!(worker = %worker.key.id, "worker speaks again");
                 }
@@ -306,6 +323,9 @@ async fn follow_once(worker: &Worker, patience: Patience, observer: &dyn Observe
                     live.ready = event.state == "ready";
                     live.load = event.load.unwrap_or_default();
                 });
+                if event.state == "draining" {
+                    acknowledging.draining(worker, event.watch);
+                }
             }
         }
     }
@@ -328,14 +348,13 @@ async fn unless_silent<T>(silence: Duration, work: impl Future<Output = T>) -> O
 
 async fn open_watch(worker: &Worker) -> Result<Streaming<v1::WatchEvent>, Error> {
     let channel = worker.channel.clone();
+    let request = v1::WatchRequest {
+        acknowledges_drain: true,
+    };
     let response = if worker.role.prefills() {
-        PrefillWorkerClient::new(channel)
-            .watch(v1::WatchRequest {})
-            .await
+        PrefillWorkerClient::new(channel).watch(request).await
     } else {
-        DecodeWorkerClient::new(channel)
-            .watch(v1::WatchRequest {})
-            .await
+        DecodeWorkerClient::new(channel).watch(request).await
     };
     response
         .map(tonic::Response::into_inner)

@@ -23,6 +23,7 @@ use baton_proto::tokenizer_spec::{
 };
 use baton_proto::v1::decode_worker_server::{DecodeWorker, DecodeWorkerServer};
 use baton_proto::v1::prefill_worker_server::{PrefillWorker, PrefillWorkerServer};
+use baton_proto::watching::Watchers;
 use baton_proto::work::WorkOrder;
 use baton_proto::worker_info::{self, WorkerInfo};
 use baton_proto::{Epoch, Error, ErrorKind, NumericsId, protocol, transport, v1};
@@ -216,6 +217,7 @@ impl Worker {
                 ..running.load.lock().unwrap().clone()
             }),
             cache: Arc::default(),
+            watchers: Watchers::default(),
         };
         let service = Service {
             info,
@@ -636,7 +638,7 @@ impl DecodeWorker for Service {
         &self,
         _: Request<v1::DrainRequest>,
     ) -> Result<Response<v1::DrainResponse>, Status> {
-        Ok(Response::new(v1::DrainResponse { requests_left: 0 }))
+        Ok(Response::new(v1::DrainResponse::default()))
     }
 
     async fn describe(
@@ -658,9 +660,17 @@ impl DecodeWorker for Service {
 
     async fn watch(
         &self,
-        _: Request<v1::WatchRequest>,
+        request: Request<v1::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        Ok(Response::new(self.info.watch_stream()))
+        Ok(Response::new(self.info.watch_stream(request.into_inner())))
+    }
+
+    async fn acknowledge_drain(
+        &self,
+        request: Request<v1::AcknowledgeDrainRequest>,
+    ) -> Result<Response<v1::AcknowledgeDrainResponse>, Status> {
+        let answer = self.info.drain_acknowledged(request.into_inner());
+        Ok(Response::new(answer))
     }
 }
 
@@ -718,5 +728,12 @@ impl PrefillWorker for Service {
         request: Request<v1::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
         DecodeWorker::watch(self, request).await
+    }
+
+    async fn acknowledge_drain(
+        &self,
+        request: Request<v1::AcknowledgeDrainRequest>,
+    ) -> Result<Response<v1::AcknowledgeDrainResponse>, Status> {
+        DecodeWorker::acknowledge_drain(self, request).await
     }
 }
