@@ -146,20 +146,22 @@ pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
 }
 
 impl Prompt {
-    /// The prompt's tokens, at least one. CPU bound. A text that cannot fit `context_max`
-    /// tokens is refused before it is encoded; one that could is counted by the caller.
+    /// The prompt's tokens, at least one. CPU bound. A text that is far from fitting
+    /// `context_max` tokens is refused here; one that is near it is counted by the caller.
     ///
     /// # Errors
     /// [`ErrorKind::Invalid`] naming the field; an empty prompt has the reason `EMPTY_PROMPT`.
     pub fn encode(self, tokenizer: &Tokenizer, context_max: u32) -> Result<Vec<TokenId>, Error> {
         let (field, ids) = match self {
             Self::Text(text) => {
-                check_fits(&text, tokenizer, context_max)?;
-                let ids = tokenizer.encode(&text, EncodeOptions::PROMPT);
-                (
+                let ids = encode(
+                    tokenizer,
+                    &text,
+                    EncodeOptions::PROMPT,
                     "prompt",
-                    ids.map_err(|error| tokenizer_error("prompt", &error))?,
-                )
+                    context_max,
+                );
+                ("prompt", ids?)
             }
             Self::Tokens(ids) => {
                 if let Some(id) = ids.iter().find(|id| **id >= tokenizer.size()) {
@@ -173,12 +175,9 @@ impl Prompt {
                 let text = tokenizer
                     .render_chat(&chat)
                     .map_err(|error| tokenizer_error("messages", &error))?;
-                check_fits(&text, tokenizer, context_max)?;
-                let ids = tokenizer.encode(&text, EncodeOptions::RENDERED_CHAT);
-                (
-                    "messages",
-                    ids.map_err(|error| tokenizer_error("messages", &error))?,
-                )
+                let options = EncodeOptions::RENDERED_CHAT;
+                let ids = encode(tokenizer, &text, options, "messages", context_max);
+                ("messages", ids?)
             }
         };
         if ids.is_empty() {
@@ -189,13 +188,26 @@ impl Prompt {
     }
 }
 
-/// Refuses a text that is too long whatever its tokens are: encoding megabytes takes
-/// seconds, and counting them nothing.
-fn check_fits(text: &str, tokenizer: &Tokenizer, context_max: u32) -> Result<(), Error> {
+/// A text's tokens. Encoding megabytes takes seconds, counting them nothing: what is too
+/// long whatever its tokens are is refused before, and of what has more than twice the
+/// context no more than that is made. In between a refusal knows how many there are.
+fn encode(
+    tokenizer: &Tokenizer,
+    text: &str,
+    options: EncodeOptions,
+    field: &str,
+    context_max: u32,
+) -> Result<Vec<TokenId>, Error> {
+    let max = (context_max as usize).saturating_mul(2);
     let fewest = tokenizer.fewest_tokens(text);
-    if fewest as u64 <= u64::from(context_max) {
-        return Ok(());
-    }
+    let fewest = if fewest > context_max as usize {
+        fewest
+    } else {
+        match tokenizer.encode_within(text, options, max) {
+            Err(baton_tokenizer::Error::TooManyTokens { max }) => max + 1,
+            encoded => return encoded.map_err(|error| tokenizer_error(field, &error)),
+        }
+    };
     let message = format!(
         "the model's context is {context_max} tokens, the prompt of {} bytes has at least {fewest}",
         text.len()

@@ -103,16 +103,22 @@ impl ByteLevelEncoder {
         self.split.nfc
     }
 
-    /// Appends the ids of `text`, which holds no special tokens.
+    /// Appends the ids of `text`, which holds no special tokens. Stops with
+    /// [`Error::TooManyTokens`] soon after there are more than `max`.
     pub(crate) fn encode(
         &self,
         text: &str,
+        max: usize,
         merger: &mut Merger,
         out: &mut Vec<TokenId>,
     ) -> Result<(), Error> {
         let text = self.normalise(text);
         self.split.split(&text, &mut |word| {
-            self.encode_word(word.as_bytes(), merger, out)
+            self.encode_word(word.as_bytes(), merger, out)?;
+            match out.len() > max {
+                true => Err(Error::TooManyTokens { max }),
+                false => Ok(()),
+            }
         })
     }
 

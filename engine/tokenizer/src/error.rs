@@ -23,6 +23,9 @@ pub enum Error {
     /// The input is longer than [`crate::TEXT_BYTES_MAX`].
     #[error("text of {bytes} bytes is longer than {max}")]
     TextTooLong { bytes: usize, max: usize },
+    /// The text has more tokens than [`crate::Tokenizer::encode_within`] was to make.
+    #[error("text of more than {max} tokens")]
+    TooManyTokens { max: usize },
     /// The vocabulary has no token for a byte of the text, nor an unknown token.
     #[error("the model's vocabulary cannot express byte 0x{byte:02x}")]
     Unencodable { byte: u8 },

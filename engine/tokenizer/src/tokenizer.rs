@@ -182,13 +182,26 @@ impl Tokenizer {
     /// *Errors*: [`Error::TextTooLong`]; [`Error::Unencodable`] for a vocabulary
     /// without bytes.
     pub fn encode(&self, text: &str, options: EncodeOptions) -> Result<Vec<TokenId>, Error> {
+        self.encode_within(text, options, usize::MAX)
+    }
+
+    /// The same for whoever has no use for more than `max` tokens. Byte-level vocabularies
+    /// stop there, however long the text is; others find it out at its end.
+    ///
+    /// *Errors*: [`Error::TooManyTokens`], or as [`Self::encode`].
+    pub fn encode_within(
+        &self,
+        text: &str,
+        options: EncodeOptions,
+        max: usize,
+    ) -> Result<Vec<TokenId>, Error> {
         if text.len() > TEXT_BYTES_MAX {
             return Err(Error::TextTooLong {
                 bytes: text.len(),
                 max: TEXT_BYTES_MAX,
             });
         }
-        let mut ids = Vec::with_capacity(text.len() / 3 + 2);
+        let mut ids = Vec::with_capacity((text.len() / 3 + 2).min(max.saturating_add(2)));
         let mut merger = Merger::default();
         match &self.encoder {
             Encoder::ByteLevel { added, encoder } => {
@@ -197,7 +210,7 @@ impl Tokenizer {
                         ids.push(id);
                         Ok(())
                     }
-                    Segment::Text(text) => encoder.encode(text, &mut merger, &mut ids),
+                    Segment::Text(text) => encoder.encode(text, max, &mut merger, &mut ids),
                 })?;
             }
             Encoder::SentencePiece { added, encoder } => {
@@ -220,6 +233,9 @@ impl Tokenizer {
         }
         if options.add_special {
             self.add_special(&mut ids);
+        }
+        if ids.len() > max {
+            return Err(Error::TooManyTokens { max });
         }
         Ok(ids)
     }

@@ -54,6 +54,7 @@ async fn ends(process: &mut Process) {
     let watch = Stopwatch::start();
     assert_eq!(process.exit_code().await, 0, "`{}`", process.name);
     let took = watch.elapsed();
+    println!("`{}` ended after {took:?}", process.name);
     assert!(took < ENDS_WITHIN, "`{}` took {took:?}", process.name);
 }
 
@@ -124,10 +125,7 @@ async fn stream(
     begun: &AtomicUsize,
     gate: Option<&Gate>,
 ) {
-    let request = v1::GenerateRequest {
-        model: "rand".to_owned(),
-        ..client::request(case)
-    };
+    let request = client::request(case);
     let mut stream = client.generate(request).await.expect("taken").into_inner();
     let mut collector = Collector::new(case.sampling.n);
     while let Some(event) = stream.message().await.expect("no failure") {
@@ -434,6 +432,26 @@ async fn idle_processes_end_at_once() {
     up.process.terminate();
     ends(&mut up.process).await;
     drop((p1, d1));
+}
+
+/// All roles in one process: streams end as they would have.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_cluster_in_one_process_lets_its_streams_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let flags = ["--drain-ms=60000", "--kv-tokens=16384"];
+    let up = baton_tests::process::up("rand", &flags, folder.path());
+    let mut up = up.await;
+    let streams = Streams::start(&up, &long(10, 500), None);
+    streams.wait_begun().await;
+    up.process.terminate();
+    let waited = Stopwatch::start();
+    while up.http().get("/readyz").await.status != 503 {
+        assert!(waited.elapsed() < SOON, "it is still ready");
+    }
+    let error = ask(up.grpc(), "", &long(1, 4)[0]).await.unwrap_err();
+    assert_eq!(error.reason, "DRAINING", "{error:?}");
+    streams.finish().await;
+    ends(&mut up.process).await;
 }
 
 /// The model cannot be read to its end: nobody waits for it.
