@@ -1,7 +1,7 @@
 //! A client's deadline passes in each stage of a request: it hears so in time, and every
 //! worker lets go.
 //!
-//! Seen to fail: with a router that looks at a request's deadline in decode alone.
+//! Seen to fail: with a router that keeps a request's deadline to its front door.
 
 use std::time::{Duration, Instant};
 

@@ -1,7 +1,8 @@
 //! Clients go away while the link that their request needs is slow, or says nothing.
 //!
-//! Seen to fail: with grants that a cancelled request leaves open (blocks stay reserved at the
-//! decode worker), and with the link to it free (it decodes for nobody).
+//! Seen to fail: with a decode worker that keeps a cancelled request's blocks, with a prefill
+//! worker that keeps them for five seconds, and with the data link free in the second test
+//! (the decode worker decodes for nobody).
 
 use std::time::Duration;
 

@@ -2,8 +2,9 @@
 //! computed, and the clock of a handoff does not run while they do; past the queue's end they
 //! are refused with a hint when to come back.
 //!
-//! Seen to fail: with a prefill that is asked for before the decode worker has reserved, and
-//! with a queue that has no end.
+//! Seen to fail: with a handoff's clock that runs in the queue, with a decode worker that takes
+//! 32 at a time (the prefill worker then holds more than four), and with a queue that is never
+//! full.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -2,8 +2,8 @@
 //! address that nobody can reach. Requests go on elsewhere, soon, and the logs name the
 //! address.
 //!
-//! Seen to fail: with a router that waits for its workers without a bound, and with senders
-//! that said only that no lane came up.
+//! Seen to fail: with a router that bears a minute of silence, with one that asks such a decode
+//! worker again and again, and with senders that said only that no lane came up.
 
 use std::net::SocketAddr;
 use std::time::Duration;

@@ -1,8 +1,8 @@
 //! Clients that close their socket while nobody writes to it, and while four choices do: the
 //! work ends with them, and the router keeps nothing of them.
 //!
-//! Seen to fail: with a front door that runs a request to its end whoever is there, and with a
-//! router that remembers every request.
+//! Seen to fail: with a router that runs a request to its end whoever is there, and with one
+//! that keeps a KiB of every request.
 
 use std::time::Duration;
 
