@@ -20,7 +20,7 @@ use crate::grpc_api::ending_at;
 const SOON: Duration = Duration::from_secs(20);
 const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const POOL_TOKENS: u32 = 2048;
-const TIMEOUT: Duration = Duration::from_millis(200);
+const TIMEOUT: Duration = Duration::from_millis(400);
 /// 50 ms are promised on an idle machine of four cores.
 const LATE: Duration = Duration::from_millis(250);
 
@@ -92,8 +92,12 @@ async fn a_deadline_passes_in_every_stage() {
     let router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (1, 1), SOON).await;
 
-    // In decode.
-    let status = late(&router, request(40, 1), TIMEOUT).await;
+    // In decode, half way of what a whole answer needs.
+    let watch = Stopwatch::start();
+    let stream = router.grpc().generate(request(40, 0)).await;
+    let mut stream = stream.unwrap().into_inner();
+    while stream.message().await.unwrap().is_some() {}
+    let status = late(&router, request(40, 1), watch.elapsed() / 2).await;
     assert!(status.message().contains("while decoding"), "{status}");
     at_rest(both).await;
 

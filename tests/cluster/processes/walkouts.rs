@@ -20,9 +20,10 @@ const SOON: Duration = Duration::from_secs(20);
 const STOPS_WITHIN: Duration = Duration::from_millis(500);
 const REPEATS: u32 = 1000;
 /// Hundreds of repeats after which buffers and caches have their size.
-const BEFORE: u32 = 6;
-/// Half a KiB for each repeat: less than a prompt and the records of four choices.
-const GROWS_AT_MOST_KIB: u64 = 512;
+const BEFORE: u32 = 8;
+/// With 200 repeats: less for each than a prompt and the records of four choices take. What is
+/// kept of every request shows each time; what an allocator takes at a time does not.
+const GROWS_AT_MOST_KIB: u64 = 128;
 const POOL_TOKENS: u32 = 4096;
 const POOL: &str = "--kv-tokens=4096";
 
@@ -124,7 +125,15 @@ async fn a_thousand_clients_that_left_are_forgotten() {
         seen.push(resident_kib(router.process.id()));
     }
     println!("{seen:?}");
-    let grown = seen[seen.len() - 1].saturating_sub(seen[BEFORE as usize - 1]);
-    assert!(grown < GROWS_AT_MOST_KIB, "{grown} KiB: {seen:?}");
+    let settled: Vec<u64> = seen[BEFORE as usize - 1..]
+        .iter()
+        .copied()
+        .step_by(2)
+        .collect();
+    let grown = settled.windows(2).map(|two| two[1].saturating_sub(two[0]));
+    let mut grown: Vec<u64> = grown.collect();
+    grown.sort_unstable();
+    let median = grown[grown.len() / 2];
+    assert!(median < GROWS_AT_MOST_KIB, "{grown:?} KiB: {seen:?}");
     assert_eq!(router.metric("baton_requests_in_flight").await, 0.0);
 }
