@@ -344,7 +344,8 @@ pub struct EtcdArgs {
     /// Rollout generation; workers of different ones do not see each other.
     #[arg(long, env = "BATON_GENERATION", default_value = "0")]
     pub generation: String,
-    /// Seconds a silent worker stays listed.
+    /// Seconds that a worker may be silent and stay listed; it is listed no more after these,
+    /// a third of them and a second.
     #[arg(long, env = "BATON_ETCD_TTL_S", default_value_t = 5, value_parser = clap::value_parser!(u64).range(2..=3600))]
     pub etcd_ttl_s: u64,
     /// etcd user name.

@@ -37,7 +37,8 @@ pub struct EtcdConfig {
     pub cluster: String,
     /// Rollout generation; workers of different ones do not see each other.
     pub generation: String,
-    /// How long a silent worker stays listed. Whole seconds; etcd's least is 2.
+    /// How long a worker that cannot reach etcd stays listed at least; by how much longer it may
+    /// be stands with the lease. Whole seconds; etcd's least is 2.
     pub ttl: Duration,
     pub credentials: Option<Credentials>,
     pub tls: Option<TlsConfig>,

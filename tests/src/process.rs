@@ -6,6 +6,8 @@
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::Stdio;
+use std::sync::LazyLock;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use baton_proto::v1;
@@ -25,15 +27,22 @@ use crate::pace::Stopwatch;
 /// Patience for a process to start or to end.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-/// A port that was free a moment ago.
+/// Below the ports that systems give to whoever asks for any.
+const PORTS: std::ops::Range<u16> = 12_000..32_000;
+
+/// A port that is free and that nobody comes to by chance, also while whoever has it is started
+/// again: each is handed out once, and the system hands out others.
 ///
 /// # Panics
 /// If there is none.
 pub fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0")
-        .and_then(|listener| listener.local_addr())
+    static NEXT: LazyLock<AtomicUsize> =
+        LazyLock::new(|| AtomicUsize::new(rand::random::<u16>().into()));
+    let many = PORTS.len();
+    (0..many)
+        .map(|_| PORTS.start + (NEXT.fetch_add(1, Ordering::Relaxed) % many) as u16)
+        .find(|port| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok())
         .expect("a free port")
-        .port()
 }
 
 /// A folder of `tests/fixtures`.
@@ -465,18 +474,19 @@ impl Launcher {
         };
         let mut args = vec![role.to_owned()];
         args.extend([
-            format!("--etcd={}", self.etcd.url()),
             format!("--worker-id={id}"),
             format!("--model={}", fixture_path(fixture).display()),
         ]);
         for default in [
+            &*format!("--etcd={}", self.etcd.url()),
             "--etcd-ttl-s=10",
             "--kv-dtype=f32",
             "--kv-tokens=16384",
             "--chunk-tokens=64",
         ] {
             let (flag, _) = default.split_once('=').unwrap_or((default, ""));
-            if !extra.iter().any(|arg| arg.starts_with(flag)) {
+            let given = |arg: &&str| arg.split_once('=').is_some_and(|(name, _)| name == flag);
+            if !extra.iter().any(given) {
                 args.push(default.to_owned());
             }
         }

@@ -1,6 +1,6 @@
 //! Keeps one lease alive, whatever else is being asked of etcd meanwhile.
 //!
-//! Every third of its life the lease is renewed. An answer that does not come within such a
+//! Every third of a TTL the lease is renewed. An answer that does not come within such a
 //! third tells that the stream may be dead, so a fresh one is opened, which renews as well: an
 //! etcd that answers late keeps its workers, and a stream that ended without a word is noticed.
 
@@ -17,7 +17,7 @@ const WHAT: &str = "keep the lease alive";
 /// When etcd last confirmed a lease, and for how long; `None` if it never did.
 pub(super) type Confirmed = watch::Sender<Option<(Instant, Duration)>>;
 
-/// A third of a lease's life: between two renewals, and what an answer may take.
+/// A third of a TTL: between two renewals, and what an answer may take.
 pub(super) fn third(ttl: Duration) -> Duration {
     (ttl / 3).max(Duration::from_millis(100))
 }
@@ -27,14 +27,15 @@ pub(super) struct Keepalive {
     client: Client,
     id: i64,
     ttl: Duration,
+    every: Duration,
     confirmed: Confirmed,
     keeper: LeaseKeeper,
     answers: LeaseKeepAliveStream,
 }
 
 impl Keepalive {
-    /// Opens the stream; its first answer has a whole TTL to arrive, since a slow etcd has
-    /// renewed the lease all the same.
+    /// Opens the stream; its first answer has the lease's whole life to arrive, since a slow etcd
+    /// has renewed the lease all the same.
     ///
     /// # Errors
     /// Whatever etcd says, that there is no such lease ([`CallError::is_lease_lost`]) included.
@@ -42,6 +43,7 @@ impl Keepalive {
         mut client: Client,
         id: i64,
         ttl: Duration,
+        every: Duration,
         confirmed: Confirmed,
     ) -> Result<Self, CallError> {
         let (keeper, answers) = renew(&mut client, id, ttl, &confirmed).await?;
@@ -49,6 +51,7 @@ impl Keepalive {
             client,
             id,
             ttl,
+            every,
             confirmed,
             keeper,
             answers,
@@ -57,7 +60,7 @@ impl Keepalive {
 
     /// Renews for as long as etcd lets it; returns why it does not, `None` if the lease is gone.
     pub(super) async fn run(mut self) -> Option<CallError> {
-        let tick = third(self.ttl);
+        let tick = self.every;
         let mut beat = tokio::time::interval(tick);
         beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {

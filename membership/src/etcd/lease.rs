@@ -10,6 +10,10 @@
 //!  └── any trouble: wait (back-off with jitter)
 //! ```
 //!
+//! A lease is granted for longer than the TTL: by the third since it was renewed last, and by
+//! what renewing takes once etcd is reached again. So whoever cannot reach etcd for less than a
+//! TTL stays listed, whenever that begins.
+//!
 //! A lost lease does not change the epoch: the process and its KV live on, so the
 //! same record goes under a new lease. A keepalive on a lost lease is no error at
 //! etcd, it answers a TTL of 0 or nothing at all; both count as lost.
@@ -43,6 +47,9 @@ const BACKOFF_FIRST: Duration = Duration::from_millis(100);
 /// Shorter than the followers' grace after an outage, so that a worker whose lease
 /// ended meanwhile is back before it is dropped.
 const BACKOFF_MAX: Duration = Duration::from_millis(500);
+/// What a worker that reaches etcd again may take until it has renewed its lease: the longest
+/// back-off, and a machine that is slow.
+const BACK_IN: Duration = Duration::from_secs(1);
 /// Writers that change the key between our read and our write, before we wait.
 const CLAIM_TRIES: u32 = 5;
 /// Before leaving is tried again.
@@ -215,7 +222,7 @@ impl LeaseTask {
     ) -> Result<Infallible, Ended> {
         self.claim(client).await?;
         backoff.reset();
-        let mut beat = tokio::time::interval(third(self.ttl()));
+        let mut beat = tokio::time::interval(third(self.ttl));
         beat.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
             tokio::select! {
@@ -231,8 +238,10 @@ impl LeaseTask {
         }
     }
 
-    fn ttl(&self) -> Duration {
-        self.lease.ttl().unwrap_or(self.ttl)
+    /// The lease's life, as it was granted or is asked for.
+    fn life(&self) -> Duration {
+        let asked = self.ttl + third(self.ttl) + BACK_IN;
+        self.lease.ttl().unwrap_or(asked)
     }
 
     /// A lease that is kept alive: the old one if etcd still has it.
@@ -247,7 +256,7 @@ impl LeaseTask {
         // The id is ours to choose, so that it is known even if the answer is lost.
         let id = rand::random_range(1..i64::MAX);
         self.lease.id = Some(id);
-        let seconds = i64::try_from(self.ttl.as_secs_f64().ceil() as u64).unwrap_or(i64::MAX);
+        let seconds = i64::try_from(self.life().as_secs_f64().ceil() as u64).unwrap_or(i64::MAX);
         let grant = client.lease_grant(seconds, Some(LeaseGrantOptions::new().with_id(id)));
         let asked = Instant::now();
         let granted = self.connector.call("grant a lease", grant).await?;
@@ -257,8 +266,8 @@ impl LeaseTask {
     }
 
     async fn open(&self, client: &Client, id: i64) -> Result<Keepalive, CallError> {
-        let confirmed = self.lease.confirmed.clone();
-        Keepalive::open(client.clone(), id, self.ttl(), confirmed).await
+        let (every, confirmed) = (third(self.ttl), self.lease.confirmed.clone());
+        Keepalive::open(client.clone(), id, self.life(), every, confirmed).await
     }
 
     /// Whether the key is still ours; puts it back if somebody deleted it.

@@ -1,15 +1,20 @@
 //! Worker and etcd are both well; what is between them is not.
+//!
+//! Seen to fail: with leases that last no longer than the TTL.
 
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use baton_membership::{Etcd, Membership, RegistrationState};
+use baton_membership::{Etcd, Membership, RegistrationState, View};
+use baton_proto::Epoch;
+use tokio::task::JoinSet;
 
 use crate::etcd_server::EtcdServer;
 use crate::link::Link;
 use crate::{SOON, Witness, config, ids, join, record, until, until_state};
 
 const TTL: Duration = Duration::from_secs(3);
-/// A lease was renewed at most this long ago, so that it outlives any cut of `TTL - RENEWED`.
+/// Between two renewals.
 const RENEWED: Duration = Duration::from_secs(1);
 
 fn through(link: &Link) -> Etcd {
@@ -18,45 +23,64 @@ fn through(link: &Link) -> Etcd {
     Etcd::start(config).unwrap()
 }
 
+/// Twenty cuts of each length, each at another moment between two renewals: those below the TTL
+/// drop nobody, after a longer one everybody is back by itself, as the same life.
 #[tokio::test]
-async fn cuts_shorter_than_a_lease_drop_nobody_and_longer_ones_not_for_good() {
+async fn cuts_below_the_ttl_drop_nobody_and_longer_ones_not_for_good() {
+    const BACK_WITHIN: Duration = Duration::from_secs(2);
+    const CUTS_MS: [u64; 3] = [2500, 2900, 3500];
     let server = EtcdServer::start().await;
     let router = join(&server.url());
-    // Side by side: each cut meets another moment between two renewals.
-    let names = ["a", "b", "c", "d", "e", "f"];
+    let names: Vec<String> = (0..20).map(|at| format!("w{at:02}")).collect();
     let mut workers = Vec::new();
-    for (at, name) in (1..).zip(names) {
+    for name in &names {
         let link = Link::to(server.port()).await;
         let cluster = through(&link);
-        let registered = cluster.register(record(name, at)).await.unwrap();
-        workers.push((link, cluster, registered));
+        let registered = cluster.register(record(name, 7)).await.unwrap();
+        workers.push(Arc::new((link, cluster, registered)));
     }
+    let all =
+        |v: &Arc<View>| ids(v) == names && v.workers.values().all(|one| one.epoch == Epoch(7));
     let mut view = router.watch();
-    until(&mut view, SOON, "all joined", |v| ids(v) == names).await;
+    until(&mut view, SOON, "all joined", all).await;
 
-    let witnesses = names.map(|name| Witness::of(router.watch(), name));
-    for round in 0..3 {
-        for (link, ..) in &workers {
-            tokio::time::sleep(Duration::from_millis(20 + 20 * round)).await;
-            link.cut();
+    for cut in CUTS_MS.map(Duration::from_millis) {
+        let witnesses: Vec<_> = names
+            .iter()
+            .map(|name| Witness::of(router.watch(), name))
+            .collect();
+        let mut cuts = JoinSet::new();
+        for (at, worker) in (0..).zip(&workers) {
+            let worker = Arc::clone(worker);
+            cuts.spawn(async move {
+                let (link, _, registered) = &*worker;
+                // Over one renewal's time, all of them.
+                tokio::time::sleep(RENEWED * at / 20).await;
+                let began = Instant::now();
+                link.cut();
+                tokio::time::sleep(cut).await;
+                link.restore();
+                let lasted = began.elapsed();
+                until_state(registered, BACK_WITHIN, RegistrationState::Registered).await;
+                lasted
+            });
         }
-        // What is left of the shortest lease, less the longest wait before it is tried again.
-        tokio::time::sleep(TTL - RENEWED - Duration::from_millis(1300)).await;
-        workers.iter().for_each(|(link, ..)| link.restore());
-        for (_, _, registered) in &workers {
-            until_state(registered, SOON, RegistrationState::Registered).await;
+        let longest = cuts.join_all().await.into_iter().max().unwrap();
+        until(&mut view, SOON, "all back", all).await;
+        for witness in witnesses {
+            // A machine that stood still cuts for longer than it is told to.
+            if longest < TTL {
+                witness.assert_never_missing().await;
+            }
         }
-        // Renewed again, all of them.
-        tokio::time::sleep(RENEWED).await;
     }
-    for witness in witnesses {
-        witness.assert_never_missing().await;
-    }
-
-    workers.iter().for_each(|(link, ..)| link.cut());
-    until(&mut view, TTL + SOON, "all gone", |v| v.workers.is_empty()).await;
-    workers.iter().for_each(|(link, ..)| link.restore());
-    until(&mut view, SOON, "all back", |v| ids(v) == names).await;
+    workers.iter().for_each(|worker| worker.0.cut());
+    until(&mut view, TTL + 2 * SOON, "all gone", |v| {
+        v.workers.is_empty()
+    })
+    .await;
+    workers.iter().for_each(|worker| worker.0.restore());
+    until(&mut view, SOON, "all back for good", all).await;
 }
 
 #[tokio::test]

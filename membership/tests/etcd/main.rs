@@ -26,6 +26,8 @@ use link::Link;
 use tokio::sync::watch;
 
 const TTL: Duration = Duration::from_secs(2);
+/// Longer than a lease lasts.
+const LEASE_IS_OVER: Duration = Duration::from_secs(5);
 /// For things that take milliseconds, on a busy machine.
 const SOON: Duration = Duration::from_secs(5);
 
@@ -138,7 +140,8 @@ struct Witness {
 }
 
 impl Witness {
-    fn of(mut view: watch::Receiver<Arc<View>>, id: &'static str) -> Self {
+    fn of(mut view: watch::Receiver<Arc<View>>, id: &str) -> Self {
+        let id = baton_proto::WorkerId::from(id);
         let stop = tokio_util::sync::CancellationToken::new();
         let stopped = stop.clone();
         let task = tokio::spawn(async move {
@@ -149,7 +152,7 @@ impl Witness {
                     changed = view.changed() => if changed.is_err() { return missing },
                 }
                 let now = view.borrow_and_update();
-                if !now.workers.contains_key(&id.into()) {
+                if !now.workers.contains_key(&id) {
                     missing.push(show(&now));
                 }
             }
@@ -296,8 +299,8 @@ async fn a_killed_etcd_leaves_the_view_in_use_until_it_is_back() {
     server.restart().await;
     until(&mut view, SOON, "fresh", |v| fresh(v)).await;
     until_state(&a, SOON, RegistrationState::Registered).await;
-    // Longer than the lease: it is really kept alive again.
-    tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+    // It is really kept alive again.
+    tokio::time::sleep(LEASE_IS_OVER).await;
     assert_eq!(ids(&view.borrow()), ["a"]);
     witness.assert_never_missing().await;
     let health = router.health();
@@ -527,7 +530,7 @@ async fn of_two_workers_with_one_id_the_later_is_listed_and_the_earlier_told() {
     old.leave().await.unwrap();
     // Nobody takes it back, and the earlier one's end removes nothing.
     let witness = Witness::of(router.watch(), "a");
-    tokio::time::sleep(TTL + Duration::from_millis(500)).await;
+    tokio::time::sleep(LEASE_IS_OVER).await;
     assert_eq!(epoch(&view.borrow()), Some(Epoch(2)));
     assert_eq!(new.state(), RegistrationState::Registered);
     witness.assert_never_missing().await;
@@ -560,7 +563,7 @@ async fn a_restart_faster_than_the_lease_replaces_the_old_life_at_once() {
     assert_eq!(now.workers[&"a".into()].data, "127.0.0.1:7999");
     // The end of the first life's lease does not take the second's record.
     let witness = Witness::of(router.watch(), "a");
-    tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+    tokio::time::sleep(LEASE_IS_OVER).await;
     // And were it only partitioned, it learns that it is replaced.
     link.restore();
     until_state(&old, SOON, RegistrationState::Superseded { by: Epoch(2) }).await;

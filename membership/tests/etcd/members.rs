@@ -3,7 +3,7 @@
 use baton_membership::{Etcd, EtcdConfig, Membership, RegistrationState};
 
 use crate::etcd_server::EtcdServer;
-use crate::{SOON, TTL, Witness, fresh, ids, record, until, until_state};
+use crate::{LEASE_IS_OVER, SOON, TTL, Witness, fresh, ids, record, until, until_state};
 
 #[tokio::test]
 async fn a_leader_that_dies_drops_nobody_and_new_workers_join() {
@@ -33,8 +33,8 @@ async fn a_leader_that_dies_drops_nobody_and_new_workers_join() {
     })
     .await;
     until_state(&a, SOON, RegistrationState::Registered).await;
-    // Longer than a lease: both are kept alive by the members that are left.
-    tokio::time::sleep(TTL + std::time::Duration::from_secs(1)).await;
+    // Both are kept alive by the members that are left.
+    tokio::time::sleep(LEASE_IS_OVER).await;
     assert_eq!(ids(&view.borrow()), ["a", "b"]);
     witness.assert_never_missing().await;
     b.leave().await.unwrap();

@@ -1,8 +1,13 @@
-//! A worker whose lease ends although it lives: it stood still for too long, or somebody took
-//! the lease away. It is back under a new lease by itself, and no client is wronged meanwhile.
+//! A worker whose lease ends although it lives: it stood still for too long, could not reach
+//! etcd, or somebody took the lease away. It is back under a new lease by itself, and no client
+//! is wronged meanwhile.
+//!
+//! Seen to fail: with a worker that takes a time to live of 0 for an answer, and does not look at
+//! its key.
 
 use std::time::Duration;
 
+use baton_tests::link::{Link, Pace};
 use baton_tests::models;
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
@@ -15,21 +20,25 @@ const TTL: Duration = Duration::from_secs(3);
 const TTL_FLAG: &str = "--etcd-ttl-s=3";
 /// From waking, or from the lease's end, to the next lease.
 const BACK_WITHIN: Duration = Duration::from_secs(2);
-/// etcd looks for leases that are over twice a second, and is asked by a busy machine.
-const ETCD_IS_LATE: Duration = Duration::from_secs(2);
+/// A lease outlives a silence of its TTL by a third and a second; etcd looks for those that are
+/// over twice a second, and is asked by a busy machine.
+const OVER_WITHIN: Duration = Duration::from_secs(8);
 
-async fn cluster() -> (Launcher, Vec<Worker>, RouterProcess) {
+/// Two workers of each kind, the last of which reaches etcd over the link.
+async fn cluster() -> (Launcher, Link, Vec<Worker>, RouterProcess) {
     let launcher = Launcher::start().await;
+    let link = Link::to(launcher.etcd.address()).await;
+    let etcd = format!("--etcd=http://{}", link.address());
     let workers = join_all([
         launcher.worker(Pool::Prefill, "p0", "rand", &[TTL_FLAG]),
         launcher.worker(Pool::Prefill, "p1", "rand", &[TTL_FLAG]),
         launcher.worker(Pool::Decode, "d0", "rand", &[TTL_FLAG]),
-        launcher.worker(Pool::Decode, "d1", "rand", &[TTL_FLAG]),
+        launcher.worker(Pool::Decode, "d1", "rand", &[TTL_FLAG, &etcd]),
     ])
     .await;
     let router = launcher.router(&SPLIT).await;
     router.wait_workers("rand", (2, 2), SOON).await;
-    (launcher, workers, router)
+    (launcher, link, workers, router)
 }
 
 /// Waits until the worker's lease is not that one: none, or a new one.
@@ -51,7 +60,7 @@ async fn until_lease(launcher: &Launcher, id: &str, not: i64, new: bool, patienc
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_that_slept_through_its_lease_takes_a_new_one() {
     let cases = known(&models::fixture("rand"), 0x1ea5e, 24, 40);
-    let (launcher, mut workers, router) = cluster().await;
+    let (launcher, _link, mut workers, router) = cluster().await;
     let epochs = async |workers: &[Worker]| {
         let described = workers.iter().map(|worker| worker.describe());
         let described = join_all(described).await;
@@ -68,7 +77,7 @@ async fn a_worker_that_slept_through_its_lease_takes_a_new_one() {
         router
             .wait_workers("rand", left, TTL + Duration::from_secs(1))
             .await;
-        until_lease(&launcher, &id, lease, false, TTL + ETCD_IS_LATE).await;
+        until_lease(&launcher, &id, lease, false, OVER_WITHIN).await;
         traffic.wait_answered(8).await;
         workers[at].process.thaw();
         until_lease(&launcher, &id, lease, true, BACK_WITHIN).await;
@@ -96,11 +105,19 @@ async fn a_worker_that_slept_through_its_lease_takes_a_new_one() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_lease_that_is_taken_away_costs_no_request() {
+async fn a_lease_that_ends_or_is_taken_away_costs_no_request() {
     let cases = known(&models::fixture("rand"), 0x1ea5f, 24, 40);
-    let (launcher, mut workers, router) = cluster().await;
+    let (launcher, link, mut workers, router) = cluster().await;
     let view = launcher.etcd.follow();
     let traffic = Traffic::start(&router.grpc(), "rand", &cases, 4);
+    // One that cannot reach etcd for longer than its lease, and then can.
+    let lease = launcher.etcd.lease_of("d1").await.expect("registered");
+    link.set(Pace::Closed);
+    until_lease(&launcher, "d1", lease, false, OVER_WITHIN).await;
+    traffic.wait_answered(4).await;
+    link.set(Pace::Free);
+    until_lease(&launcher, "d1", lease, true, BACK_WITHIN).await;
+    router.wait_workers("rand", (2, 2), BACK_WITHIN).await;
     for at in [3, 1, 2, 0] {
         let id = workers[at].process.name.clone();
         let lease = launcher.etcd.lease_of(&id).await.expect("registered");
@@ -124,6 +141,6 @@ async fn a_lease_that_is_taken_away_costs_no_request() {
     };
     let before = leases().await;
     assert_eq!(before.len(), 4);
-    tokio::time::sleep(TTL + Duration::from_secs(1)).await;
+    tokio::time::sleep(2 * TTL).await;
     assert_eq!(leases().await, before);
 }

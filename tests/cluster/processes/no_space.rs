@@ -1,5 +1,7 @@
 //! A worker whose pool cannot be had says so and ends, before anybody is told of it: it is
 //! neither killed by a signal later nor listed.
+//!
+//! Seen to fail: with pools mapped whatever their size.
 
 use std::path::Path;
 use std::time::Duration;

@@ -3,6 +3,8 @@
 //! by its connection, and everybody who lives is listed again without anybody's help.
 //!
 //! Each outage lasts some leases and not half a minute; nothing in here counts longer.
+//!
+//! Seen to fail: with a follower that takes an etcd it cannot reach for an empty one.
 
 use std::sync::Arc;
 use std::time::Duration;

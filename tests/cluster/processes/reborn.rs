@@ -3,6 +3,8 @@
 //! old one is nobody's any more.
 //!
 //! Handoffs may take a minute here, so that no timer can hide a wait for the old life.
+//!
+//! Seen to fail: with a router that knows workers by their id alone.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};

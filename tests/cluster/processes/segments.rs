@@ -1,5 +1,7 @@
 //! Workers that share memory die again and again in the middle of handoffs: no segment outlives
 //! them, none grows in number or size, and every start works and serves.
+//!
+//! Seen to fail: with a decode worker that leaves the pools of dead peers mapped.
 
 use std::collections::BTreeMap;
 use std::time::Duration;

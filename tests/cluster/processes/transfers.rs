@@ -3,6 +3,7 @@
 //! nobody else notices.
 //!
 //! Handoffs may take ten seconds here, so that no timer can help.
+//! Seen to fail: with a router that tries nothing twice.
 
 use std::time::Duration;
 
