@@ -492,6 +492,7 @@ impl DecodeWorker {
         let ended = tokio::task::spawn_blocking(move || engine.engine.stop())
             .await
             .map_err(|_| Error::Task("engine stop"))?;
+        self.shared.info.watchers.end();
         self.stop.cancel();
         drop(tokio::time::timeout(Duration::from_secs(2), self.servers.wait()).await);
         tracing::info!(worker = %self.shared.info.worker_id, "decode worker left");

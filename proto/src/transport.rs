@@ -85,7 +85,9 @@ pub async fn serve(
             .map_err(|error| internal(&error))?,
     );
 
+    let closing = shutdown.clone();
     let follow_state = async move {
+        let mut reporter = reporter;
         loop {
             let status = if *state.borrow_and_update() == WorkerState::Ready {
                 tonic_health::ServingStatus::Serving
@@ -95,10 +97,17 @@ pub async fn serve(
             for name in names.iter().copied().chain([""]) {
                 reporter.set_service_status(name, status).await;
             }
-            if state.changed().await.is_err() {
-                std::future::pending::<()>().await;
+            tokio::select! {
+                changed = state.changed() => if changed.is_err() { break },
+                () = closing.cancelled() => break,
             }
         }
+        closing.cancelled().await;
+        // Ends the calls that watch, for which the server would wait.
+        for name in names.iter().copied().chain([""]) {
+            reporter.clear_service_status(name).await;
+        }
+        std::future::pending().await
     };
     let incoming = TcpIncoming::from(listener).with_nodelay(Some(true));
     let serving = server(tls)?

@@ -20,6 +20,7 @@ use std::time::Duration;
 
 use tokio::sync::Notify;
 use tokio_stream::wrappers::ReceiverStream;
+use tokio_util::sync::CancellationToken;
 
 use crate::block_hash::BlockHash;
 use crate::cache_names::CacheDelta;
@@ -45,6 +46,7 @@ pub struct Watchers(Arc<State>);
 struct State {
     streams: Mutex<Streams>,
     changed: Notify,
+    gone: CancellationToken,
 }
 
 #[derive(Debug, Default)]
@@ -92,6 +94,11 @@ impl Watchers {
         };
         self.0.changed.notify_waiters();
         known
+    }
+
+    /// Ends every stream, for which a server that closes would wait: the worker goes.
+    pub fn end(&self) {
+        self.0.gone.cancel();
     }
 
     /// Who knows by now.
@@ -181,6 +188,7 @@ impl WorkerInfo {
                     changed = state.changed() => if changed.is_err() { return },
                     () = tokio::time::sleep(WATCH_INTERVAL) => {}
                     () = tx.closed() => return,
+                    () = info.watchers.0.gone.cancelled() => return,
                 }
             }
         });
