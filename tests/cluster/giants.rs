@@ -3,6 +3,11 @@
 //!
 //! Sizes up to the limit of a body pass at every hop, in both directions; one above it is
 //! refused by its size, over both doors, and harms nothing else on its connection.
+//!
+//! Seen to fail: while whole texts were made into tokens before they were measured, with long
+//! bodies worked on by the threads that serve, with a bound that thinks tokens shorter than
+//! they are, while gRPC's own word for a message over the limit was passed on, and with
+//! messages over the limit between router and workers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

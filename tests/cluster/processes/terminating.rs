@@ -3,6 +3,11 @@
 //! or is refused, and the process ends once nothing is left, long before its time is over.
 //!
 //! Grace times are a minute here, so that a process that waits them out is found.
+//!
+//! Seen to fail: while a router closed its doors at once, while a process that loaded its model
+//! did not listen, while workers waited for the streams on which routers follow them, with a
+//! drain that is always waited out, with a router that does not end what is late, with a
+//! prefill worker that does not see its transfers out, and with no grace.
 
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt as _;
