@@ -156,7 +156,7 @@ async fn a_deadline_ends_the_call_in_time_and_frees_the_workers() {
         assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
         assert!(wall >= timeout, "{wall:?}");
         // 50 ms are promised on an idle machine of four cores.
-        assert!(took < timeout + Duration::from_millis(250), "{took:?}");
+        assert!(took < timeout + Duration::from_millis(500), "{took:?}");
         open.cluster.wait_released(Duration::from_secs(1)).await;
     }
     let mut request = Request::new(long(40, 1));
@@ -329,11 +329,10 @@ async fn a_message_over_the_limit_harms_only_itself() {
     let mut client = open.grpc();
     let mut neighbour = client.generate(long(20, 1)).await.unwrap().into_inner();
     neighbour.message().await.unwrap();
-    // Small ids take a byte each.
     let of_size = |mib: f64| {
         let mut request = long(1, 1);
-        let ids = vec![9; (mib * 1048576.0) as usize];
-        request.prompt = Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids }));
+        let text = "x".repeat((mib * 1048576.0) as usize);
+        request.prompt = Some(v1::generate_request::Prompt::Text(text));
         request
     };
     // Below the limit of 16 MiB it is read, and is too long for the context.

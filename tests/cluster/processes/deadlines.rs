@@ -22,7 +22,7 @@ const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-m
 const POOL_TOKENS: u32 = 2048;
 const TIMEOUT: Duration = Duration::from_millis(400);
 /// 50 ms are promised on an idle machine of four cores.
-const LATE: Duration = Duration::from_millis(250);
+const LATE: Duration = Duration::from_millis(500);
 
 fn request(prompt: u32, salt: u32) -> v1::GenerateRequest {
     let case = Case {

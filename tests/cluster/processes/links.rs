@@ -4,7 +4,7 @@
 //! worker that keeps them for five seconds, and with the data link free in the second test
 //! (the decode worker decodes for nobody).
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_proto::sampling::SamplingParams;
 use baton_proto::v1;
@@ -32,7 +32,9 @@ const POOL_TOKENS: u32 = 1024;
 const UNDER_WAY: Duration = Duration::from_millis(300);
 const ROUNDS_EACH: u32 = 4;
 const LEAVING: u32 = 200;
-const LEAVING_AT_ONCE: u32 = 10;
+const LEAVING_AT_ONCE: u32 = 5;
+/// Shorter than a lane may say nothing.
+const LANE_SILENCE: Duration = Duration::from_millis(900);
 
 fn prompt(length: u32, salt: u32) -> Vec<u32> {
     (0..length)
@@ -196,8 +198,10 @@ async fn a_decode_worker_that_nobody_can_tell_holds_no_prefill_blocks() {
     let mut whole = whole.unwrap().into_inner();
     while whole.message().await.unwrap().is_some() {}
 
-    let (before, made) = (decode.load().await.handoffs_total, made(&decode).await);
+    let mut undisturbed = 0;
     for round in 0..LEAVING / LEAVING_AT_ONCE {
+        let (before, made) = (decode.load().await.handoffs_total, made(&decode).await);
+        let held = Instant::now();
         data.set(Pace::Held);
         let salt = 1 + round * LEAVING_AT_ONCE;
         let leaving = (salt..salt + LEAVING_AT_ONCE)
@@ -206,13 +210,19 @@ async fn a_decode_worker_that_nobody_can_tell_holds_no_prefill_blocks() {
         link.set(Pace::Held);
         tokio::time::sleep(Duration::from_millis(50)).await;
         drop(leaving);
+        let held = held.elapsed();
         prefill.wait_released(RELEASED_WITHIN).await;
         link.set(Pace::Free);
         decode.wait_released(RELEASED_WITHIN).await;
         data.set(Pace::Free);
+        assert_eq!(decode.load().await.handoffs_total, before);
+        // A lane that stood still for longer counts as lost: then it computes prompts itself.
+        if held < LANE_SILENCE {
+            assert_eq!(self::made(&decode).await, made, "it decoded for nobody");
+            undisturbed += 1;
+        }
     }
-    assert_eq!(decode.load().await.handoffs_total, before);
-    assert_eq!(self::made(&decode).await, made, "it decoded for nobody");
+    assert!(undisturbed > 0);
     probe(
         &router,
         &models::fixture("rand"),
