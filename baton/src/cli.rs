@@ -304,6 +304,10 @@ pub struct RouterArgs {
     /// 0 refuses at once [default: the request's deadline, or its target on the first token].
     #[arg(long, env = "BATON_POOL_TIMEOUT_MS")]
     pub pool_timeout_ms: Option<u64>,
+    /// Longest gap in a stream whose worker died, beyond what computing its tokens again is
+    /// foretold to take; then it ends with an error and a hint, and can be resumed.
+    #[arg(long, env = "BATON_STREAM_GAP_MS", default_value_t = 1_500, value_parser = clap::value_parser!(u64).range(1..))]
+    pub stream_gap_ms: u64,
     /// Longest handoff without progress.
     #[arg(long, env = "BATON_HANDOFF_TIMEOUT_MS", default_value_t = 10_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub handoff_timeout_ms: u64,

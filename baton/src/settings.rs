@@ -93,6 +93,7 @@ pub fn router_config(
         ttft_target_ms: args.ttft_target_ms,
         handoff_timeout_ms: args.handoff_timeout_ms,
         pool_timeout_ms: args.pool_timeout_ms,
+        stream_gap_ms: args.stream_gap_ms,
         prefix_spans_max: args.prefix_spans_max as usize,
         drain_ms: args.drain_ms,
         resume_keys: match &args.resume_key_file {

@@ -61,6 +61,9 @@ pub struct RouterConfig {
     /// Waiting for a decode worker while there is none; 0 refuses at once. Absent: as long
     /// as the request has.
     pub pool_timeout_ms: Option<u64>,
+    /// The longest gap in a stream whose worker died, beyond what computing its tokens again
+    /// is foretold to take; then it ends with an error, and may be resumed.
+    pub stream_gap_ms: u64,
     /// A worker's first answer to a call.
     pub answer_timeout_ms: u64,
     /// Waiting in a worker's queue.
@@ -115,6 +118,7 @@ impl Default for RouterConfig {
             ttft_target_ms: None,
             request_timeout_ms: 600_000,
             pool_timeout_ms: None,
+            stream_gap_ms: 1_500,
             answer_timeout_ms: 5_000,
             queue_timeout_ms: 60_000,
             prefill_timeout_ms: 120_000,
@@ -148,6 +152,7 @@ impl RouterConfig {
             ("attempts_max", u64::from(self.attempts_max)),
             ("stream_buffer_events", self.stream_buffer_events as u64),
             ("request_timeout_ms", self.request_timeout_ms),
+            ("stream_gap_ms", self.stream_gap_ms),
             ("answer_timeout_ms", self.answer_timeout_ms),
             ("queue_timeout_ms", self.queue_timeout_ms),
             ("prefill_timeout_ms", self.prefill_timeout_ms),

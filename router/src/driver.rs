@@ -131,6 +131,8 @@ impl Driver {
                     .pool_timeout_ms
                     .map_or(Duration::MAX, ms)
                     .min(job.slo.ttft.unwrap_or(Duration::MAX)),
+                gap: ms(config.stream_gap_ms),
+                silence: ms(config.worker_silence_ms),
                 answer: ms(config.answer_timeout_ms),
                 queue: ms(config.queue_timeout_ms),
                 prefill: ms(config.prefill_timeout_ms),

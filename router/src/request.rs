@@ -22,6 +22,7 @@
 
 mod action;
 mod failure;
+mod gap;
 mod moving;
 pub mod token_log;
 
@@ -138,6 +139,7 @@ pub struct Request {
     cached_tokens: Option<u32>,
     /// Since when it waits for a decode worker to be there.
     unplaced_since: Option<Duration>,
+    gap: gap::Gap,
     /// The time of the event in hand.
     now: Duration,
 }
@@ -165,6 +167,7 @@ impl Request {
             last_error: None,
             cached_tokens: None,
             unplaced_since: None,
+            gap: gap::Gap::default(),
             now: Duration::ZERO,
         }
     }
@@ -185,7 +188,8 @@ impl Request {
     /// When [`Event::Tick`] is due.
     pub fn wake_at(&self) -> Duration {
         let total = self.spec.timeouts.total;
-        self.stage_deadline.map_or(total, |stage| stage.min(total))
+        let stage = self.stage_deadline.unwrap_or(total);
+        self.gap_ends().unwrap_or(total).min(stage).min(total)
     }
 
     /// Prompt tokens that the first placement found in a prefix cache; `None` until
@@ -565,7 +569,10 @@ impl Request {
         });
         match offered {
             Ok(run) if run.tokens.is_empty() => {}
-            Ok(run) => out.push(Action::Emit { choice, run }),
+            Ok(run) => {
+                self.went_on();
+                out.push(Action::Emit { choice, run });
+            }
             Err(conflict) => self.conflict(&conflict, out),
         }
     }

@@ -441,6 +441,10 @@ impl Launcher {
     pub async fn router(&self, extra: &[&str]) -> RouterProcess {
         let mut args = vec!["router".to_owned()];
         args.push("--etcd-ttl-s=10".to_owned());
+        // A busy machine is no reason to end a stream here.
+        if !extra.iter().any(|arg| arg.starts_with("--stream-gap-ms=")) {
+            args.push("--stream-gap-ms=30000".to_owned());
+        }
         if !extra.iter().any(|arg| arg.starts_with("--etcd=")) {
             args.push(format!("--etcd={}", self.etcd.url()));
         }

@@ -36,7 +36,11 @@ impl Driver {
             tie: environment::random(),
         };
         let placement = self.choose(&candidates, &question)?;
-        self.foretell(&candidates, &placement)?;
+        let tokens = question.prompt_tokens.saturating_add(query.resumed_tokens);
+        let wait = forecast::first_token(&candidates, &placement, tokens);
+        let likely = wait.map(|wait| self.shared.margin().over(wait));
+        self.machine.foretold(likely);
+        self.foretell(wait)?;
         self.book(&workers, &candidates, &placement);
         if let Some(prefill) = &placement.prefill {
             self.remember(&workers, prefill);
@@ -70,13 +74,12 @@ impl Driver {
 
     /// Refuses a request whose first token would come too late. Once: what goes wrong
     /// later is no reason to give it up.
-    fn foretell(&mut self, candidates: &[Candidate], placement: &Placement) -> Result<(), Error> {
+    fn foretell(&mut self, wait: Option<Duration>) -> Result<(), Error> {
         let resumed = self.job.resumed.is_some();
         if std::mem::replace(&mut self.placed_before, true) || resumed {
             return Ok(());
         }
-        let tokens = self.job.prompt.len() as u32;
-        let Some(wait) = forecast::first_token(candidates, placement, tokens) else {
+        let Some(wait) = wait else {
             return Ok(());
         };
         let so_far = self.timing.now();

@@ -15,6 +15,10 @@ pub struct Timeouts {
     pub total: Duration,
     /// For a decode worker to be there at all, before the first token.
     pub pool: Duration,
+    /// Of a stream whose worker died, beyond what computing is foretold to take.
+    pub gap: Duration,
+    /// A worker's death shows within this time.
+    pub silence: Duration,
     /// A worker's first answer to a call.
     pub answer: Duration,
     /// In a worker's queue.

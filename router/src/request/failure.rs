@@ -103,6 +103,9 @@ impl Request {
                     charged: prefill.accepted,
                 });
             }
+            if prefill.accepted {
+                self.interrupted();
+            }
             let charged = prefill.accepted && error.reason != WORKER_DRAINING;
             let error = attribute("prefill", &prefill.worker, error);
             self.excluded_prefill.push(prefill.worker);
@@ -134,6 +137,9 @@ impl Request {
         self.excluded_decode.push(decode.worker);
         if self.aside.is_none() {
             self.logs.iter_mut().for_each(TokenLog::forget_held);
+            if decode.took {
+                self.interrupted();
+            }
         }
         if self.may_go_on(error, charged, out) {
             self.count_retry(decode.running, out);
@@ -210,6 +216,9 @@ impl Request {
     pub(super) fn tick(&mut self, now: Duration, out: &mut Vec<Action>) {
         if now >= self.spec.timeouts.total {
             return self.fail_late(out);
+        }
+        if self.gap_ends().is_some_and(|end| now >= end) {
+            return self.end_stalled(out);
         }
         if self.stage_deadline.is_none_or(|deadline| now < deadline) {
             return;

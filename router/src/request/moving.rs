@@ -57,6 +57,7 @@ impl Request {
             | DecodeEvent::Ended { .. }
             | DecodeEvent::Failed { .. } => {
                 self.aside = None;
+                self.interrupted();
                 out.push(Action::DropDecodeAside);
             }
             _ => {}

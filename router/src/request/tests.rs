@@ -73,6 +73,8 @@ impl Scene {
             timeouts: Timeouts {
                 total: ms(100_000),
                 pool: ms(500),
+                gap: ms(1_500),
+                silence: ms(1_000),
                 answer: ms(1_000),
                 queue: ms(20_000),
                 prefill: ms(30_000),
@@ -298,6 +300,11 @@ fn play(mut scene: Scene, transcript: &str) -> Request {
         if let Some(input) = line.strip_prefix("> ") {
             seen.push_str(line);
             seen.push('\n');
+            if let Some(ms) = input.strip_prefix("foretold ") {
+                let wait = Duration::from_millis(u64::from(number(ms)));
+                scene.machine.foretold(Some(wait));
+                continue;
+            }
             let event = scene.event(input);
             for action in scene.machine.handle(scene.now, event) {
                 seen.push_str(&scene.show(action));
@@ -633,6 +640,84 @@ fn decode_worker_dies_mid_stream_and_the_next_one_is_forced_along() {
             ",
         ),
     );
+}
+
+/// A split request that decodes; its last token is a second old.
+const DECODING: &str = "
+    > p first 10
+    emit 0@0 10
+    > d committed 10
+    > p handed
+    drop-prefill
+    > at 1000
+    > d tokens 0@0 10 11
+    emit 0@1 11
+";
+
+#[test]
+fn a_gap_after_a_death_is_bounded_by_what_was_foretold() {
+    let died = "
+        > at 1400
+        > foretold 700
+        > d failed unavailable
+        cancel-decode
+        retry mid-stream migration
+        place not d1 resume 2
+        > placed local d2
+        start d2 local #2 forced [[10, 11]]
+        > d started 0
+    ";
+    // From the last token on: the bound, and what computing takes.
+    let ended = after_split(DECODING) + died;
+    let ended = ended
+        + "> at 3199\n> at 3200\n"
+        + "fail Unavailable STREAM_STALLED: no token for 2200 ms since decode worker `d1`: boom; "
+        + "computing it again was foretold to take 700 ms\ncancel-decode\n";
+    check(1, 8, &ended);
+    // A token in time, and gaps are again nobody's business but the stage's.
+    let went_on = after_split(DECODING) + died;
+    let went_on = went_on
+        + "> at 3199
+        > d tokens 0@2 12
+        emit 0@2 12
+        > at 9000
+        ";
+    check(1, 8, &went_on);
+    // A stream that stood for long, for whatever reason, is not blamed on a death: that is
+    // noticed within a second.
+    let late = after_split(DECODING) + &died.replace("1400", "8000");
+    check(
+        1,
+        8,
+        &(late + "> at 9199\n> d tokens 0@2 12\nemit 0@2 12\n"),
+    );
+}
+
+/// The prefill worker dies after the first token: the client waits for the second one.
+#[test]
+fn a_gap_after_the_first_token_is_bounded_too() {
+    let transcript = after_split(
+        "
+        > p first 10
+        emit 0@0 10
+        > foretold 500
+        > p failed unavailable
+        drop-prefill
+        retry mid-stream
+        place keep d1 not p1 resume 1
+        > placed p2 d1
+        reticket #2
+        > d reserved 2
+        prefill p2 #2
+        > p accepted
+        > at 1999
+        > at 2000
+        fail Unavailable STREAM_STALLED: no token for 2000 ms since prefill worker `p1`: boom; computing it again was foretold to take 500 ms
+        drop-prefill
+        cancel-decode
+        ",
+    );
+    check(1, 8, &transcript);
 }
 
 #[test]
