@@ -38,6 +38,8 @@ use tonic_types::StatusExt as _;
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 const MIB: usize = 1 << 20;
+/// `<|assistant|>`, the longest token of the fixture: 13 bytes.
+const ASSISTANT: u32 = 5;
 
 fn message(content: &str) -> Value {
     json!({ "messages": [{ "role": "user", "content": content }], "max_tokens": 4 })
@@ -236,12 +238,12 @@ async fn sizes_pass_up_to_the_limit_over_http() {
         let error = open.http().post(path, &body).await.error(400);
         assert_eq!(error["code"], "context_length_exceeded", "{mib} {path}");
     }
-    let answer = open
-        .http()
-        .post("/tokenize", &json!({ "prompt": text(4.1) }))
-        .await;
+    // The longest token, so that few of them make a long answer.
+    let tokens = json!({ "tokens": vec![ASSISTANT; 5 * MIB / 13] });
+    let answer = open.http().post("/detokenize", &tokens).await;
     assert!(answer.body.len() > 4 * MIB);
-    assert!(answer.json()["count"].as_u64().unwrap() > 4 << 20);
+    let text = answer.json()["prompt"].as_str().unwrap().to_owned();
+    assert_eq!(text.len(), 5 * MIB / 13 * 13);
 
     // One connection: what is too large, then something else.
     let body = prompt(json!("z".repeat(16 * MIB))).to_string();
@@ -319,11 +321,19 @@ async fn sizes_pass_up_to_the_limit_over_grpc() {
         assert_eq!(status.code(), Code::InvalidArgument, "{mib}: {status}");
         assert_eq!(reason(&status), "CONTEXT_LENGTH_EXCEEDED");
     }
-    // A unary call, and an answer that is longer than what was asked.
-    for mib in [3.9, 4.1] {
-        let answer = client.clone().tokenize(tokenize(text(mib))).await.unwrap();
-        assert_eq!(answer.into_inner().ids.len(), text(mib).len() + 1);
+    // Unary calls: much to read, and much to answer.
+    for mib in [3.9, 4.0, 4.1, 16.0] {
+        let count = text(mib).len() / 13;
+        let request = tokenize("<|assistant|>".repeat(count));
+        let answer = client.clone().tokenize(request).await.unwrap();
+        assert_eq!(answer.into_inner().ids.len(), count + 1, "{mib}");
     }
+    let request = v1::DetokenizeRequest {
+        ids: vec![ASSISTANT; 5 * MIB / 13],
+        ..v1::DetokenizeRequest::default()
+    };
+    let answer = client.clone().detokenize(request).await.unwrap();
+    assert_eq!(answer.into_inner().text.len(), 5 * MIB / 13 * 13);
     let long = "z".repeat(16 * MIB + 1);
     let streaming = client
         .clone()
@@ -434,12 +444,12 @@ async fn workers_read_messages_of_megabytes() {
         request_id: format!("direct-{mib}"),
         epoch,
         model_revision: card["revision"].as_str().unwrap().to_owned(),
-        // Five bytes each, and outside the vocabulary.
-        prompt: vec![u32::MAX; (mib * MIB as f64) as usize / 5],
+        // Bytes cost next to nothing to pack, where numbers take a debug build seconds.
+        cache_salt: vec![7; (mib * MIB as f64) as usize],
         sampling: Some((&SamplingParams::default()).into()),
         ..v1::WorkRequest::default()
     };
-    for mib in [3.9, 4.1, 8.0] {
+    for mib in [3.9, 4.1, 16.1, 60.0] {
         let start = v1::DecodeCommand {
             command: Some(v1::decode_command::Command::Start(v1::DecodeStart {
                 work: Some(work(of_decode.epoch, mib)),
