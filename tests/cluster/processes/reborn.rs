@@ -21,7 +21,9 @@ use super::{Traffic, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
 const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
-const CYCLES: usize = 10;
+/// Deaths of each of the two; with two of each kind the tests of deaths have more.
+const CYCLES_ALONE: usize = 10;
+const CYCLES_OF_TWO: usize = 5;
 const WIDTH: usize = 3;
 /// From a life's readiness to the end of the first request after it.
 const SERVES_WITHIN: Duration = Duration::from_secs(2);
@@ -64,9 +66,9 @@ impl Former {
     }
 }
 
-/// Ten deaths of the first prefill worker and of the first decode worker each; how many requests
-/// failed.
-async fn cycles(prefill: u32, decode: u32, seed: u64) -> usize {
+/// So many deaths of the first prefill worker and of the first decode worker each; how many
+/// requests failed.
+async fn cycles(count: usize, (prefill, decode): (u32, u32), seed: u64) -> usize {
     const NAMES: [[&str; 2]; 2] = [["p0", "p1"], ["d0", "d1"]];
     let cases = known(&models::fixture("rand"), seed, 24, 24);
     let launcher = Launcher::start().await;
@@ -83,7 +85,7 @@ async fn cycles(prefill: u32, decode: u32, seed: u64) -> usize {
 
     let traffic = Traffic::start(&router.grpc(), "rand", &cases, WIDTH);
     let mut former = Vec::new();
-    for cycle in 0..CYCLES {
+    for cycle in 0..count {
         for first in [0, prefill as usize] {
             traffic.wait_answered(2).await;
             let place = &mut places[first];
@@ -125,11 +127,11 @@ async fn cycles(prefill: u32, decode: u32, seed: u64) -> usize {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_worker_of_each_kind_serves_at_once_in_its_next_life() {
     // What ran on the only decode worker when it died, and nothing else.
-    let failures = cycles(1, 1, 0xb0_11).await;
-    assert!(failures <= CYCLES * WIDTH, "{failures}");
+    let failures = cycles(CYCLES_ALONE, (1, 1), 0xb0_11).await;
+    assert!(failures <= CYCLES_ALONE * WIDTH, "{failures}");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn with_two_of_each_kind_no_life_that_ends_costs_a_request() {
-    assert_eq!(cycles(2, 2, 0xb0_22).await, 0);
+    assert_eq!(cycles(CYCLES_OF_TWO, (2, 2), 0xb0_22).await, 0);
 }
