@@ -2,8 +2,9 @@
 //!
 //! Their health checks go another way and say nothing of it, and an idle worker attracts
 //! requests. So for a while others are preferred, and what has blocks reserved there is
-//! computed there; where there are no others, they are asked all the same. Whose fault it was is not decided here: a prefill worker that reaches nobody
-//! shuns all alike, and that changes nothing.
+//! computed there; where there are no others, they are asked all the same. Whose fault it was
+//! is not decided here: a prefill worker that reaches nobody shuns all alike, and that changes
+//! nothing.
 
 use std::collections::HashMap;
 use std::sync::{Mutex, MutexGuard, PoisonError};
