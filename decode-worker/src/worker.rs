@@ -242,23 +242,15 @@ impl Shared {
     /// Marks the worker as leaving: no new requests, and routers have said that they know.
     /// What runs has the grace time from the first call on.
     pub(crate) async fn start_draining(&self) -> Told {
-        self.grace.begin(self.config.drain_grace);
-        let before = self.state.send_replace(WorkerState::Draining);
-        if before != WorkerState::Draining {
-            tracing::info!(worker = %self.info.worker_id, left = self.live().len(),
-                grace_ms = self.config.drain_grace.as_millis() as u64, "draining");
-        }
         let publish = async {
-            if let Some(registration) = self.registration.get()
-                && let Err(error) = registration
-                    .set_state(baton_membership::WorkerState::Draining)
-                    .await
-            {
-                tracing::warn!(%error, "draining could not be published");
+            if let Some(registration) = self.registration.get() {
+                registration.say_draining().await;
             }
         };
-        let told = self.info.watchers.all_know(&self.info.worker_id);
-        tokio::join!(told, publish).0
+        let left = (self.live().len(), self.config.drain_grace);
+        self.grace
+            .leave(&self.info, &self.state, left, publish)
+            .await
     }
 }
 

@@ -156,6 +156,14 @@ impl Registration {
         self.update(record).await
     }
 
+    /// Publishes that the worker drains. A store that does not hear of it is no reason not to:
+    /// routers learn it from the worker itself.
+    pub async fn say_draining(&self) {
+        if let Err(error) = self.set_state(WorkerState::Draining).await {
+            tracing::warn!(%error, "draining could not be published");
+        }
+    }
+
     /// Withdraws the record and waits until it is gone.
     ///
     /// # Errors

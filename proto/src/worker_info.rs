@@ -17,7 +17,7 @@ use crate::ids::{Epoch, WorkerId};
 use crate::model_card::ModelCard;
 use crate::protocol::{self, ProtocolVersion};
 use crate::status::to_status;
-use crate::watching::{WATCH_INTERVAL, Watchers};
+use crate::watching::{Told, WATCH_INTERVAL, Watchers};
 use crate::{v1, work};
 
 /// What the requests of a worker whose grace time is over get to go on elsewhere: about
@@ -53,6 +53,23 @@ impl Grace {
         if self.0.end.set(Instant::now() + time).is_ok() {
             self.0.begun.notify_waiters();
         }
+    }
+
+    /// The worker leaves: it takes no new request from now on, and its `left` requests have
+    /// `time`, from the first call on. Waits until routers know and `publish` has ended.
+    pub async fn leave(
+        &self,
+        info: &WorkerInfo,
+        state: &watch::Sender<WorkerState>,
+        (left, time): (usize, Duration),
+        publish: impl Future<Output = ()>,
+    ) -> Told {
+        self.begin(time);
+        if state.send_replace(WorkerState::Draining) != WorkerState::Draining {
+            tracing::info!(worker = %info.worker_id, left, grace_ms = time.as_millis() as u64,
+                "draining");
+        }
+        tokio::join!(info.watchers.all_know(&info.worker_id), publish).0
     }
 
     /// Resolves when the time is over, which it is not before it began. Cancel safe.

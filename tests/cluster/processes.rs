@@ -84,6 +84,8 @@ use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::{Error, v1};
 use baton_tests::client::{self, Collector};
 use baton_tests::oracle::{Case, Oracle, Output};
+use baton_tests::process::RouterProcess;
+use baton_tests::transcript::Transcript;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::task::JoinSet;
@@ -119,6 +121,32 @@ pub fn known(model: &Arc<Model>, seed: u64, count: usize, tokens: u32) -> Arc<Ve
         (case, right)
     });
     Arc::new(answered.collect())
+}
+
+/// A greedy request that goes on to its last token, and its right answer.
+pub fn greedy(oracle: &mut Oracle, prompt: Vec<u32>, tokens: u32) -> Known {
+    let case = Case {
+        prompt,
+        sampling: SamplingParams {
+            temperature: 0.0,
+            max_tokens: tokens,
+            ignore_eos: true,
+            ..SamplingParams::default()
+        },
+    };
+    let right = oracle.run(&case);
+    (case, right)
+}
+
+/// The stream of a request that nothing disturbs.
+pub async fn whole(router: &RouterProcess, request: &v1::GenerateRequest, n: u32) -> Transcript {
+    let mut seen = Transcript::new(n);
+    let mut client = router.grpc();
+    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
+    while let Some(event) = stream.message().await.unwrap() {
+        seen.take(event);
+    }
+    seen
 }
 
 /// Runs a request over gRPC. Whatever arrives before a failure must be right as well.

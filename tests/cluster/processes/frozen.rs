@@ -9,7 +9,7 @@ use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 use baton_tests::transcript::{Transcript, demanding};
 use futures::future::join_all;
 
-use super::{SPLIT, Traffic, ask, known};
+use super::{SPLIT, Traffic, ask, known, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -33,12 +33,8 @@ async fn a_frozen_decode_workers_streams_move_and_it_comes_back() {
     let (_launcher, workers, router) = cluster(1, 2).await;
     let decode = &workers[1..];
     let (_, request) = demanding(3_000).remove(0);
-    let mut right = Transcript::new(1);
+    let right = whole(&router, &request, 1).await;
     let mut client = router.grpc();
-    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
-    while let Some(event) = stream.message().await.unwrap() {
-        right.take(event);
-    }
     let mut seen = Transcript::new(1);
     let mut stream = client.generate(request).await.unwrap().into_inner();
     while seen.tokens() < 20 {

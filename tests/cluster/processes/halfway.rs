@@ -17,8 +17,8 @@ use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
 use baton_tests::transcript::Transcript;
 use serde_json::json;
 
-use super::SPLIT;
 use super::place::Place;
+use super::{SPLIT, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 /// About a token every 20 ms.
@@ -128,16 +128,6 @@ impl Cluster {
         }
         panic!("{TRIES} times too much came through");
     }
-}
-
-async fn whole(router: &RouterProcess, request: &v1::GenerateRequest, n: u32) -> Transcript {
-    let mut seen = Transcript::new(n);
-    let mut client = router.grpc();
-    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
-    }
-    seen
 }
 
 fn case(salt: u32, sampling: SamplingParams) -> Case {

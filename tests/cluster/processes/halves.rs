@@ -8,18 +8,17 @@
 use std::time::Duration;
 
 use baton_proto::kv_layout::KvDtype;
-use baton_proto::sampling::SamplingParams;
 use baton_tests::client::Collector;
 use baton_tests::front::PrefillFront;
 use baton_tests::link::Link;
-use baton_tests::oracle::{Case, Oracle};
+use baton_tests::oracle::Oracle;
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
 use baton_tests::{client, models};
 use futures::future::join_all;
 
 use super::probe::probe;
-use super::{Known, ask};
+use super::{Known, ask, greedy};
 
 const SOON: Duration = Duration::from_secs(20);
 const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
@@ -30,17 +29,7 @@ const REFUSED: u32 = 7;
 
 fn known(oracle: &mut Oracle, first: u32, salt: u32, tokens: u32) -> Known {
     let rest = (0..39).map(|at| 8 + (at * 13 + salt * 29 + at * salt) % 290);
-    let case = Case {
-        prompt: std::iter::once(first).chain(rest).collect(),
-        sampling: SamplingParams {
-            temperature: 0.0,
-            max_tokens: tokens,
-            ignore_eos: true,
-            ..SamplingParams::default()
-        },
-    };
-    let right = oracle.run(&case);
-    (case, right)
+    greedy(oracle, std::iter::once(first).chain(rest).collect(), tokens)
 }
 
 /// Runs them all at once; how long each took.

@@ -7,7 +7,7 @@ use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, Worker};
 use baton_tests::transcript::{Transcript, demanding};
 
-use super::SPLIT;
+use super::{SPLIT, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -31,13 +31,9 @@ async fn streams_leave_an_engine_that_does_not_move() {
     let router = launcher.router(&SPLIT).await;
     router.wait_workers("rand", (1, 2), SOON).await;
     let (_, request) = demanding(3_000).remove(0);
-    let mut right = Transcript::new(1);
-    let mut client = router.grpc();
-    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
-    while let Some(event) = stream.message().await.unwrap() {
-        right.take(event);
-    }
+    let right = whole(&router, &request, 1).await;
 
+    let mut client = router.grpc();
     let mut seen = Transcript::new(1);
     let mut stream = client.generate(request).await.unwrap().into_inner();
     while seen.tokens() < 20 {

@@ -14,22 +14,12 @@ use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 use baton_tests::transcript::{Transcript, demanding, with_stop};
 use tonic::transport::Endpoint;
 
-use super::{SPLIT, Traffic, known};
+use super::{SPLIT, Traffic, known, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 const TOKENS: u32 = 1_500;
 /// Nothing is let run.
 const NO_GRACE: &str = "--drain-grace-s=0";
-
-async fn whole(router: &RouterProcess, request: &v1::GenerateRequest, n: u32) -> Transcript {
-    let mut seen = Transcript::new(n);
-    let mut client = router.grpc();
-    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
-    }
-    seen
-}
 
 /// Nothing counted as a failure, and so many requests moved.
 async fn assert_moved(router: &RouterProcess, moves: f64) {

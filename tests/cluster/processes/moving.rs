@@ -11,7 +11,7 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use serde_json::{Value, json};
 
-use super::SPLIT;
+use super::{SPLIT, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 const TOKENS: u32 = 1_500;
@@ -69,16 +69,6 @@ impl Pair {
         let conflicts = self.router.metric("baton_token_conflicts_total").await;
         assert_eq!(conflicts, 0.0);
     }
-}
-
-async fn whole(router: &RouterProcess, request: &v1::GenerateRequest, n: u32) -> Transcript {
-    let mut seen = Transcript::new(n);
-    let mut client = router.grpc();
-    let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
-    }
-    seen
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -11,16 +11,15 @@ use std::time::Duration;
 
 use baton_proto::ErrorKind;
 use baton_proto::kv_layout::KvDtype;
-use baton_proto::sampling::SamplingParams;
 use baton_tests::models;
-use baton_tests::oracle::{Case, Oracle};
+use baton_tests::oracle::Oracle;
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, Worker};
 use futures::future::join_all;
 use serde_json::json;
 
 use super::probe::probe;
-use super::{Known, ask};
+use super::{Known, ask, greedy};
 
 const SOON: Duration = Duration::from_secs(20);
 const HANDOFF: Duration = Duration::from_millis(500);
@@ -30,19 +29,8 @@ const BURST: u32 = 32;
 
 fn burst(oracle: &mut Oracle, count: u32, tokens: u32) -> Vec<Known> {
     let one = |salt: u32| {
-        let case = Case {
-            prompt: (0..33)
-                .map(|at| 6 + (at * 7 + salt * 23 + at * salt) % 290)
-                .collect(),
-            sampling: SamplingParams {
-                temperature: 0.0,
-                max_tokens: tokens,
-                ignore_eos: true,
-                ..SamplingParams::default()
-            },
-        };
-        let right = oracle.run(&case);
-        (case, right)
+        let at = |at: u32| 6 + (at * 7 + salt * 23 + at * salt) % 290;
+        greedy(oracle, (0..33).map(at).collect(), tokens)
     };
     (0..count).map(one).collect()
 }

@@ -8,19 +8,18 @@
 use std::time::Duration;
 
 use baton_proto::kv_layout::KvDtype;
-use baton_proto::sampling::SamplingParams;
 use baton_proto::v1;
 use baton_tests::client::{self, Collector};
 use baton_tests::cluster::held;
 use baton_tests::link::{Link, Pace};
 use baton_tests::models;
-use baton_tests::oracle::{Case, Oracle, Output};
+use baton_tests::oracle::{Oracle, Output};
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
 
 use super::place::Place;
 use super::probe::probe;
-use super::{Known, SPLIT, ask};
+use super::{Known, SPLIT, ask, greedy};
 
 const SOON: Duration = Duration::from_secs(20);
 const PATIENT: [&str; 2] = [SPLIT[0], "--handoff-timeout-ms=10000"];
@@ -33,17 +32,7 @@ const OTHERS: u32 = 10;
 
 fn known(oracle: &mut Oracle, length: u32, salt: u32, tokens: u32) -> Known {
     let at = |at: u32| 6 + (at * 13 + salt * 43 + at * salt) % 290;
-    let case = Case {
-        prompt: (0..length).map(at).collect(),
-        sampling: SamplingParams {
-            temperature: 0.0,
-            max_tokens: tokens,
-            ignore_eos: true,
-            ..SamplingParams::default()
-        },
-    };
-    let right = oracle.run(&case);
-    (case, right)
+    greedy(oracle, (0..length).map(at).collect(), tokens)
 }
 
 /// Ten requests, one after the other.
