@@ -293,6 +293,10 @@ pub struct RouterArgs {
     /// Uncached prompt tokens up to which the decode worker computes a prompt itself.
     #[arg(long, env = "BATON_LOCAL_PREFILL_TOKENS_MAX", default_value_t = 64)]
     pub local_prefill_tokens_max: u32,
+    /// Refuse longer prompts while no prefill worker is there, instead of having decode workers
+    /// compute them between the steps of their streams. What was begun goes on all the same.
+    #[arg(long, env = "BATON_REFUSE_WITHOUT_PREFILL")]
+    pub refuse_without_prefill: bool,
     /// Longest life of a request.
     #[arg(long, env = "BATON_REQUEST_TIMEOUT_MS", default_value_t = 600_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub request_timeout_ms: u64,

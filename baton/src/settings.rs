@@ -89,6 +89,7 @@ pub fn router_config(
         allow_anonymous: args.allow_anonymous,
         requests_max: args.requests_max,
         local_prefill_tokens_max: args.local_prefill_tokens_max,
+        refuse_without_prefill: args.refuse_without_prefill,
         request_timeout_ms: args.request_timeout_ms,
         ttft_target_ms: args.ttft_target_ms,
         handoff_timeout_ms: args.handoff_timeout_ms,

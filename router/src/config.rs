@@ -48,6 +48,9 @@ pub struct RouterConfig {
     /// The decode worker computes a prompt itself when at most this many of its
     /// tokens are not cached there. 0 never, 4294967295 always.
     pub local_prefill_tokens_max: u32,
+    /// Longer prompts are refused while no prefill worker is there, instead of computed by
+    /// decode workers. What was begun goes on all the same.
+    pub refuse_without_prefill: bool,
     /// Spans of 16 tokens whose worker the router remembers (about 100 bytes each).
     pub prefix_spans_max: usize,
     /// Failed tries to place a request before it fails.
@@ -113,6 +116,7 @@ impl Default for RouterConfig {
             pending_tokens_max: 1 << 20,
             tenant_requests_max: 1024,
             local_prefill_tokens_max: 64,
+            refuse_without_prefill: false,
             prefix_spans_max: 1 << 16,
             attempts_max: 3,
             ttft_target_ms: None,

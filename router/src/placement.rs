@@ -86,6 +86,8 @@ pub struct Question<'a> {
 
 /// The pool is empty.
 pub const NO_DECODE_WORKER: &str = "NO_DECODE_WORKER";
+/// The same of the prefill pool.
+pub const NO_PREFILL_WORKER: &str = "NO_PREFILL_WORKER";
 /// The pool is not empty, but the request was at each of its workers.
 pub const DECODE_WORKERS_TRIED: &str = "DECODE_WORKERS_TRIED";
 
@@ -94,8 +96,8 @@ pub trait Policy: Send + Sync {
     /// Chooses among `candidates`.
     ///
     /// # Errors
-    /// [`ErrorKind::Unavailable`]: nobody is there ([`NO_DECODE_WORKER`]), all were tried
-    /// ([`DECODE_WORKERS_TRIED`]), or those that are there do not fit together, naming the
+    /// [`ErrorKind::Unavailable`]: nobody is there ([`NO_DECODE_WORKER`],
+    /// [`NO_PREFILL_WORKER`]), all were tried ([`DECODE_WORKERS_TRIED`]), or those that are there do not fit together, naming the
     /// field and both values.
     fn place(&self, candidates: &[Candidate], question: &Question<'_>) -> Result<Placement, Error>;
 }
@@ -109,6 +111,9 @@ pub struct LeastTokens {
     /// request's decode steps outlast its prompt's, so that a cached prefix of a
     /// few hundred tokens does not draw everything to one worker.
     pub request_cost_tokens: u32,
+    /// While no prefill worker is there, new prompts that the local path is not for are
+    /// refused, rather than computed between the steps of streams.
+    pub refuse_without_prefill: bool,
 }
 
 impl Default for LeastTokens {
@@ -116,6 +121,7 @@ impl Default for LeastTokens {
         Self {
             local_prefill_tokens_max: 64,
             request_cost_tokens: 256,
+            refuse_without_prefill: false,
         }
     }
 }
@@ -178,6 +184,9 @@ impl Policy for LeastTokens {
             .filter(|worker| !query.exclude_prefill.contains(&worker.key))
             .collect();
         if prefillers.is_empty() {
+            if self.refuse_without_prefill && query.is_first() {
+                return Err(nobody("prefill", NO_PREFILL_WORKER));
+            }
             return local(decode);
         }
         let mut mismatch = None;

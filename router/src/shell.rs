@@ -79,6 +79,7 @@ impl Router {
             workers: Arc::new(Workers::default()),
             policy: Box::new(LeastTokens {
                 local_prefill_tokens_max: config.local_prefill_tokens_max,
+                refuse_without_prefill: config.refuse_without_prefill,
                 ..LeastTokens::default()
             }),
             admission: Admission::new(&config, metrics.clone()),

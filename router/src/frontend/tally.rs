@@ -37,6 +37,7 @@ fn outcome(error: &Error) -> Outcome {
         (ErrorKind::Unavailable, "NO_DECODE_WORKER" | "NO_WORKERS" | "MODEL_STARTING") => {
             Outcome::NoDecode
         }
+        (ErrorKind::Unavailable, "NO_PREFILL_WORKER") => Outcome::NoPrefill,
         (ErrorKind::Unavailable, "DRAINING") => Outcome::Draining,
         (ErrorKind::Unavailable, "HANDOFF_TIMEOUT" | "LAYOUT_MISMATCH") => Outcome::KvTransfer,
         (kind, _) => Outcome::from_grpc_code(kind.grpc_code()),

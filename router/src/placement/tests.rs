@@ -242,6 +242,50 @@ fn nobody_to_decode_is_said() {
 }
 
 #[test]
+fn long_prompts_may_be_refused_while_nobody_prefills() {
+    let policy = LeastTokens {
+        refuse_without_prefill: true,
+        ..LeastTokens::default()
+    };
+    let both = [worker("p1", 0, 0, 0), worker("d1", 0, 0, 0)];
+    let place = |candidates: &[Candidate], query: &PlaceQuery, prompt_tokens| {
+        let question = Question {
+            query,
+            prompt_tokens,
+            numerics: None,
+            exact: true,
+            tie: 0,
+        };
+        let placed = policy.place(candidates, &question);
+        placed.map(|placement| placement.prefill.is_none())
+    };
+    assert_eq!(place(&both, &query(), 1000), Ok(false));
+    assert_eq!(place(&both[1..], &query(), 64), Ok(true), "short enough");
+    let error = place(&both[1..], &query(), 1000).unwrap_err();
+    assert_eq!(
+        (error.kind, error.reason.as_str()),
+        (ErrorKind::Unavailable, "NO_PREFILL_WORKER")
+    );
+    assert!(error.retry_after.is_some());
+    // What was begun is not given up, nor what a prefill worker failed.
+    let kept = PlaceQuery {
+        keep_decode: Some(key("d1")),
+        ..query()
+    };
+    assert_eq!(place(&both[1..], &kept, 1000), Ok(true));
+    let resumed = PlaceQuery {
+        resumed_tokens: 1,
+        ..query()
+    };
+    assert_eq!(place(&both[1..], &resumed, 1000), Ok(true));
+    let tried = PlaceQuery {
+        exclude_prefill: vec![key("p1")],
+        ..query()
+    };
+    assert_eq!(place(&both, &tried, 1000), Ok(true));
+}
+
+#[test]
 fn workers_that_do_not_fit_are_never_paired_and_the_field_is_named() {
     let p = with_card(worker("p1", 0, 0, 0), |card| card.layout.head_dim = 128);
     let d = worker("d1", 0, 0, 0);

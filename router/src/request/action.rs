@@ -136,6 +136,16 @@ pub struct PlaceQuery {
     pub split_allowed: bool,
 }
 
+impl PlaceQuery {
+    /// Nothing was tried, and the client has nothing.
+    pub fn is_first(&self) -> bool {
+        self.keep_decode.is_none()
+            && self.exclude_decode.is_empty()
+            && self.exclude_prefill.is_empty()
+            && self.resumed_tokens == 0
+    }
+}
+
 /// What to do.
 #[derive(Clone, Debug)]
 pub enum Action {

@@ -94,3 +94,28 @@ async fn prompts_outlive_the_only_decode_worker() {
         worker.wait_released(Duration::from_secs(2)).await;
     }
 }
+
+/// Who computes a prompt while no prefill worker is there is the operator's choice.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn without_a_prefill_worker_prompts_are_computed_or_refused() {
+    let cases = known(&models::fixture("rand"), 0x9003, 2, 8);
+    let launcher = Launcher::start().await;
+    let decode = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
+    let serving = launcher.router(&SPLIT).await;
+    let refusing = [SPLIT[0], SPLIT[1], "--refuse-without-prefill"];
+    let refusing = launcher.router(&refusing).await;
+    for router in [&serving, &refusing] {
+        router.wait_workers("rand", (0, 1), SOON).await;
+    }
+    ask(serving.grpc(), "rand", &cases[0]).await.unwrap();
+    let refused = ask(refusing.grpc(), "rand", &cases[0]).await.unwrap_err();
+    assert_eq!(refused.kind, ErrorKind::Unavailable, "{refused:?}");
+    assert_eq!(refused.reason, "NO_PREFILL_WORKER");
+    assert!(refused.retry_after.is_some());
+    let counted = r#"baton_requests_total{code="UNAVAILABLE",reason="no_prefill"}"#;
+    assert_eq!(refusing.metric(counted).await, 1.0);
+    let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
+    refusing.wait_workers("rand", (1, 1), SOON).await;
+    ask(refusing.grpc(), "rand", &cases[1]).await.unwrap();
+    drop((prefill, decode));
+}
