@@ -49,7 +49,7 @@ fn prompt(prompt: Value) -> Value {
     json!({ "prompt": prompt, "max_tokens": 4 })
 }
 
-/// What B065 lists, each longer than any context: name, path, body, what `param` may be.
+/// Giants, each longer than any context: name, path, body, what `param` may be.
 fn giants() -> Vec<(&'static str, &'static str, Vec<u8>)> {
     let text: String = "All work and no play makes a dull day. ".repeat(8_000_000 / 39);
     let many: Vec<Value> = (0..100_000)
