@@ -100,7 +100,7 @@ async fn accepted(open: &OpenCluster, path: &str, body: &Value) -> Value {
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 
-/// B036: a prompt without tokens, with a start token and without one.
+/// A prompt without tokens, with a start token and without one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn empty_prompts_are_refused_or_start_from_the_start_token() {
     for (fixture, has_start) in [("rand", true), ("chain-bytes", false)] {
@@ -149,7 +149,7 @@ async fn empty_prompts_are_refused_or_start_from_the_start_token() {
     }
 }
 
-/// B035: around the context's edge. Asking for more than is left is always refused.
+/// Around the context's edge. Asking for more than is left is always refused.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn prompts_fit_the_context_to_the_last_token() {
     let setup = Setup {
@@ -201,7 +201,7 @@ async fn prompts_fit_the_context_to_the_last_token() {
     open.stop().await;
 }
 
-/// B038: a bias or a stop token outside the vocabulary, or a bias out of its range.
+/// A bias or a stop token outside the vocabulary, or a bias out of its range.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn token_ids_outside_the_vocabulary_are_refused() {
     let open = open("chain-wide").await;
@@ -252,7 +252,7 @@ async fn token_ids_outside_the_vocabulary_are_refused() {
     open.stop().await;
 }
 
-/// B039 and B086: numbers out of their range are refused by name, none is clamped.
+/// Numbers out of their range are refused by name, none is clamped.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn numbers_out_of_range_are_refused_by_name() {
     let open = open("rand").await;
@@ -355,7 +355,7 @@ async fn numbers_out_of_range_are_refused_by_name() {
     open.stop().await;
 }
 
-/// B051 and B049 (a): names, nulls, types; also when a stream was asked for.
+/// Names, nulls, types; also when a stream was asked for.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn names_nulls_and_types_are_read_strictly() {
     let open = open("rand").await;

@@ -1,4 +1,4 @@
-//! B017, B018: pools of other block sizes and types of KV. What keeps its bits gives the
+//! Pools of other block sizes and types of KV. What keeps its bits gives the
 //! oracle's tokens, exact or not; what does not serves requests that need not be exact,
 //! is refused by name for the others, and is never found by a prefix.
 
@@ -21,7 +21,7 @@ use std::sync::Arc;
 
 use crate::processes;
 
-/// The ends of spans and blocks of all sizes, and their neighbours (B017).
+/// The ends of spans and blocks of all sizes, and their neighbours.
 const LENGTHS: [usize; 13] = [1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 129];
 
 const PATIENCE: Duration = Duration::from_secs(5);
