@@ -97,8 +97,8 @@ pub trait Policy: Send + Sync {
     ///
     /// # Errors
     /// [`ErrorKind::Unavailable`]: nobody is there ([`NO_DECODE_WORKER`],
-    /// [`NO_PREFILL_WORKER`]), all were tried ([`DECODE_WORKERS_TRIED`]), or those that are there do not fit together, naming the
-    /// field and both values.
+    /// [`NO_PREFILL_WORKER`]), all were tried ([`DECODE_WORKERS_TRIED`]), or those that are
+    /// there do not fit together, naming the field and both values.
     fn place(&self, candidates: &[Candidate], question: &Question<'_>) -> Result<Placement, Error>;
 }
 
@@ -161,10 +161,14 @@ impl Policy for LeastTokens {
                     decode: kept.clone(),
                     prefill: None,
                 }),
-                None if usable.iter().any(|worker| worker.role.decodes()) => {
-                    Err(nobody("other decode", DECODE_WORKERS_TRIED))
-                }
-                None => Err(refusal.unwrap_or_else(|| nobody("decode", NO_DECODE_WORKER))),
+                // Why others may not take it says more than that the rest was tried.
+                None => Err(refusal.unwrap_or_else(|| {
+                    if usable.iter().any(|worker| worker.role.decodes()) {
+                        nobody("other decode", DECODE_WORKERS_TRIED)
+                    } else {
+                        nobody("decode", NO_DECODE_WORKER)
+                    }
+                })),
             };
         };
         let local = |decode: &Candidate| {

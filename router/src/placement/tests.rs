@@ -241,6 +241,33 @@ fn nobody_to_decode_is_said() {
     assert!(error.retry_after.is_some());
 }
 
+/// A worker that died a moment ago is still among the candidates.
+#[test]
+fn that_others_do_not_fit_is_said_before_that_the_rest_was_tried() {
+    let died = worker("d1", 0, 0, 0);
+    let other = storing("d2", KvDtype::Int8);
+    let query = PlaceQuery {
+        exclude_decode: vec![key("d1")],
+        ..query()
+    };
+    let ask = |candidates: &[Candidate]| {
+        let question = Question {
+            query: &query,
+            prompt_tokens: 10,
+            numerics: Some(died.card.layout.numerics),
+            exact: true,
+            tie: 0,
+        };
+        LeastTokens::default()
+            .place(candidates, &question)
+            .unwrap_err()
+            .reason
+    };
+    let tried = ask(std::slice::from_ref(&died));
+    assert_eq!(tried, "DECODE_WORKERS_TRIED");
+    assert_eq!(ask(&[died.clone(), other]), "LAYOUT_MISMATCH");
+}
+
 #[test]
 fn long_prompts_may_be_refused_while_nobody_prefills() {
     let policy = LeastTokens {
