@@ -396,7 +396,11 @@ impl PrefillWorker {
             .map_err(|_| Error::Task("engine stop"))?;
         self.shared.info.watchers.end();
         self.stop.cancel();
-        drop(tokio::time::timeout(std::time::Duration::from_secs(2), self.servers.wait()).await);
+        let closed =
+            tokio::time::timeout(std::time::Duration::from_secs(2), self.servers.wait()).await;
+        if closed.is_err() {
+            tracing::warn!("connections did not end in time; closing them");
+        }
         tracing::info!(worker = %self.shared.info.worker_id, "prefill worker left");
         if !ended {
             return Err(Error::EngineStopped("it does not move".to_owned()));

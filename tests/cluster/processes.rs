@@ -75,6 +75,7 @@ mod walkouts;
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
 
 use baton_engine::model::Model;
 use baton_proto::kv_layout::KvDtype;
@@ -93,6 +94,10 @@ use tonic::transport::Channel;
 
 /// What a router of these tests is started with: every prompt through the prefill pool.
 pub const SPLIT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=2000"];
+
+/// For everything that a request held to be back, once the request is over. What leaks does not
+/// come back; what waits for a timer of a minute is found.
+pub const RELEASED_WITHIN: Duration = Duration::from_secs(10);
 
 /// A case and its right answer.
 pub type Known = (Case, Vec<Output>);
@@ -239,10 +244,10 @@ impl Traffic {
         let wanted = self.answered.load(Ordering::Relaxed) + more;
         let waiting = async {
             while self.answered.load(Ordering::Relaxed) < wanted {
-                tokio::time::sleep(std::time::Duration::from_millis(5)).await;
+                tokio::time::sleep(Duration::from_millis(5)).await;
             }
         };
-        tokio::time::timeout(std::time::Duration::from_secs(30), waiting)
+        tokio::time::timeout(Duration::from_secs(30), waiting)
             .await
             .expect("requests are answered");
     }

@@ -15,6 +15,7 @@ use baton_proto::v1::decode_worker_client::DecodeWorkerClient;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::Value;
 use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::{sleep, timeout};
@@ -200,6 +201,30 @@ impl Process {
     pub fn log(&self) -> String {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
+
+    /// The fields of the first line of its log with this message, which may still come: a
+    /// moment that is over when somebody looks is told there.
+    ///
+    /// # Panics
+    /// If it does not come.
+    pub async fn logged(&self, message: &str) -> Value {
+        let waited = Stopwatch::start();
+        loop {
+            let log = self.log();
+            let mut lines = log
+                .lines()
+                .filter_map(|line| serde_json::from_str(line).ok());
+            if let Some(line) = lines.find(|line: &Value| line["message"] == message) {
+                return line;
+            }
+            assert!(
+                waited.elapsed() < PATIENCE,
+                "`{}` does not say `{message}`",
+                self.name
+            );
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
 }
 
 impl Drop for Process {
@@ -326,6 +351,28 @@ impl Worker {
         self.describe().await.load.expect("a load")
     }
 
+    /// Stops its engine while it has a request, so that it has it until the returned value is
+    /// released. Requests must come meanwhile, or run long.
+    ///
+    /// # Panics
+    /// If it gets none.
+    pub async fn hold_busy_engine(&self) -> Held {
+        let waited = Stopwatch::start();
+        loop {
+            let held = self.hold_engine().await;
+            if self.load().await.requests_running > 0 {
+                return held;
+            }
+            held.release().await;
+            assert!(
+                waited.elapsed() < PATIENCE,
+                "`{}` gets no requests",
+                self.process.name
+            );
+            sleep(Duration::from_millis(5)).await;
+        }
+    }
+
     /// Waits until it holds nothing for a request.
     ///
     /// # Panics
@@ -349,7 +396,17 @@ impl Worker {
 
 /// A thread that stands still. Goes on when this is dropped.
 #[must_use]
-pub struct Held(#[expect(dead_code, reason = "its end is what counts")] Child);
+pub struct Held(Child);
+
+impl Held {
+    /// Lets it go on; returns when it may be held again.
+    ///
+    /// # Panics
+    /// If the tracer cannot be waited for.
+    pub async fn release(mut self) {
+        self.0.kill().await.expect("the tracer ends");
+    }
+}
 
 /// A `baton router` or `baton up` process.
 pub struct RouterProcess {

@@ -39,15 +39,25 @@ use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
 
-use super::{Known, SPLIT, Traffic, ask, known};
+use super::{Known, RELEASED_WITHIN, SPLIT, Traffic, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
-/// From the last thing that ran to the end of the process. What takes two seconds waits for
-/// somebody who need not be waited for.
-const ENDS_WITHIN: Duration = Duration::from_millis(1_200);
-/// Who asks for something new all the time.
+/// What a process says when it has waited in vain, for whom it need not wait.
+const WAITED: [&str; 5] = [
+    "did not acknowledge",
+    "the grace time is over",
+    "did not end in time",
+    "end what still runs",
+    "nobody took the rest over",
+];
+/// Far below every grace time.
+const ENDS_WITHIN: Duration = Duration::from_secs(20);
+/// Who asks for something new all the time, and who for something long.
 const CLIENTS: usize = 3;
+const LONG_CLIENTS: usize = 6;
 const GRACE: &str = "--drain-grace-s=60";
+/// A record that goes within [`SOON`] was taken back.
+const LEASE: &str = "--etcd-ttl-s=60";
 /// No timer may end what is looked at.
 const PATIENT: [&str; 3] = [
     "--local-prefill-tokens-max=0",
@@ -55,13 +65,17 @@ const PATIENT: [&str; 3] = [
     "--drain-ms=60000",
 ];
 
-/// Expects a good end, soon.
+/// Expects a good end, and that nobody was waited for who need not be.
 async fn ends(process: &mut Process) {
     let watch = Stopwatch::start();
     assert_eq!(process.exit_code().await, 0, "`{}`", process.name);
     let took = watch.elapsed();
     println!("`{}` ended after {took:?}", process.name);
     assert!(took < ENDS_WITHIN, "`{}` took {took:?}", process.name);
+    let log = process.log();
+    for waited in WAITED {
+        assert!(!log.contains(waited), "`{}`: {waited}", process.name);
+    }
 }
 
 /// Streams that run, each compared with the oracle at its end.
@@ -156,8 +170,9 @@ fn long(count: usize, tokens: u32) -> Arc<Vec<Known>> {
     known(&models::fixture("rand"), 0x7e1a, count, tokens)
 }
 
-/// Waits until a worker is marked as leaving where routers look, and says so itself.
-async fn wait_draining(view: &Etcd, worker: &Worker) {
+/// Waits until a worker that cannot end is marked as leaving where routers look, says so itself,
+/// and the router knows.
+async fn wait_draining(view: &Etcd, router: &RouterProcess, worker: &Worker) {
     let id = WorkerId(worker.process.name.clone());
     let mut seen = view.watch();
     let marked = async {
@@ -175,6 +190,30 @@ async fn wait_draining(view: &Etcd, worker: &Worker) {
     let said = String::from_utf8_lossy(&ready.body).into_owned();
     assert_eq!(ready.status, 503, "{said}");
     assert!(said.contains("draining"), "{said}");
+    let draining =
+        |role| format!("baton_pool_members{{worker_role=\"{role}\",state=\"draining\"}}");
+    let waited = Stopwatch::start();
+    while router.metric(&draining("prefill")).await + router.metric(&draining("decode")).await
+        == 0.0
+    {
+        assert!(waited.elapsed() < SOON, "the router is not told");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+}
+
+/// What is asked for while another worker leaves is all done by this one.
+async fn assert_serves(worker: &Worker, router: &RouterProcess, cases: &Arc<Vec<Known>>) {
+    let before = worker.load().await.handoffs_total;
+    let new = Traffic::start(&router.grpc(), "rand", cases, CLIENTS);
+    new.wait_answered(12).await;
+    let failures = new.stop().await;
+    assert!(failures.is_empty(), "{failures:?}");
+    let waited = Stopwatch::start();
+    // A sender counts a handoff once its receiver has thanked for it.
+    while worker.load().await.handoffs_total < before + 12 {
+        assert!(waited.elapsed() < SOON, "new work went elsewhere");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
 }
 
 /// No stream had to move and nothing failed. Of the requests that are always on their way, at
@@ -203,7 +242,8 @@ async fn assert_undisturbed(router: &RouterProcess, late: f64) {
 }
 
 async fn two_and_two(launcher: &Launcher) -> [Worker; 4] {
-    let start = |pool, id| launcher.worker(pool, id, "rand", &[GRACE, "--kv-transport=tcp"]);
+    let flags = [GRACE, LEASE, "--kv-transport=tcp"];
+    let start = |pool, id| launcher.worker(pool, id, "rand", &flags);
     let (p0, p1, d0, d1) = tokio::join!(
         start(Pool::Prefill, "p0"),
         start(Pool::Prefill, "p1"),
@@ -231,7 +271,9 @@ async fn a_router_refuses_what_comes_until_what_runs_has_ended() {
     streams.wait_begun().await;
     let mut events = router.http().stream("/v1/completions", &body).await;
     let first = events.next().await.expect("an event");
-    let (connection, mut health) = (router.grpc(), HealthClient::new(channel(&router)));
+    let (mut connection, mut health) = (router.grpc(), HealthClient::new(channel(&router)));
+    let asked = connection.list_models(v1::ListModelsRequest {}).await;
+    asked.expect("a connection");
     let whole = HealthCheckRequest::default();
     let follows = health.watch(whole.clone()).await.unwrap().into_inner();
 
@@ -284,7 +326,7 @@ async fn a_router_refuses_what_comes_until_what_runs_has_ended() {
     ends(&mut router.process).await;
     drop(follows);
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(1)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 }
 
@@ -293,7 +335,8 @@ fn channel(router: &RouterProcess) -> Channel {
     endpoint.connect_lazy()
 }
 
-/// A decode worker with streams on it, then a prefill worker with prompts on it.
+/// A decode worker with streams on it, then a prefill worker with prompts on it. The engine of
+/// the one that leaves stands still until everything was seen of it that is over when it goes.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_ends_what_it_has_and_takes_nothing_new() {
     let launcher = Launcher::start().await;
@@ -302,46 +345,36 @@ async fn a_worker_ends_what_it_has_and_takes_nothing_new() {
     let router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (2, 2), SOON).await;
     let short = known(&models::fixture("rand"), 0x5047, 16, 8);
-
-    // In decode: the streams are spread over both workers.
-    let streams = Streams::start(&router, &long(10, 1_000), None);
-    streams.wait_begun().await;
     let traffic = Traffic::start(&router.grpc(), "rand", &short, CLIENTS);
-    d0.process.terminate();
-    wait_draining(&view, &d0).await;
-    let has = d0.load().await;
-    assert!(has.requests_running > 0, "they had ended: {has:?}");
-    let before = d1.load().await.handoffs_total;
-    traffic.wait_answered(12).await;
-    // Those that were under way when it was marked may have been its own.
-    let new = d1.load().await.handoffs_total - before;
-    assert!(new + CLIENTS as u64 >= 12, "new work went elsewhere: {new}");
-    streams.finish().await;
-    ends(&mut d0.process).await;
-    wait_listed(&view, &["d1", "p0", "p1"], Duration::from_secs(2)).await;
-    assert_undisturbed(&router, CLIENTS as f64).await;
 
-    // In prefill.
-    let prompts = prompts(10, 3_000);
-    let streams = Streams::start(&router, &prompts, None);
-    let waited = Stopwatch::start();
-    // More of them than all retries that are let pass below.
-    let prompts_of = |load: v1::Load| (load.requests_running + load.requests_waiting) as usize;
-    while prompts_of(p0.load().await) < CLIENTS + 1 {
-        assert!(waited.elapsed() < SOON, "it got no prompts");
+    // In decode, then in prefill; both are spread over both workers.
+    let streams = long(LONG_CLIENTS, 400);
+    let prompts = Arc::new(prompts(LONG_CLIENTS as u32, 1_500));
+    for (leaving, stays, cases, left) in [
+        (&mut d0, &d1, streams, &["d1", "p0", "p1"][..]),
+        (&mut p0, &p1, prompts, &["d1", "p1"]),
+    ] {
+        let running = Traffic::start(&router.grpc(), "rand", &cases, LONG_CLIENTS);
+        running.wait_answered(LONG_CLIENTS).await;
+        let held = leaving.hold_busy_engine().await;
+        leaving.process.terminate();
+        wait_draining(&view, &router, leaving).await;
+        let had = &leaving.process.logged("draining").await["left"];
+        println!("`{}` had {had}", leaving.process.name);
+        assert!(had.as_u64().expect("a number") > 0);
+        assert_serves(stays, &router, &short).await;
+        held.release().await;
+        ends(&mut leaving.process).await;
+        wait_listed(&view, left, SOON).await;
+        let failures = running.stop().await;
+        assert!(failures.is_empty(), "{failures:?}");
     }
-    p0.process.terminate();
-    wait_draining(&view, &p0).await;
-    assert!(prompts_of(p0.load().await) > 0, "it was done");
-    traffic.wait_answered(6).await;
-    streams.finish().await;
-    ends(&mut p0.process).await;
-    wait_listed(&view, &["d1", "p1"], Duration::from_secs(2)).await;
     let failures = traffic.stop().await;
     assert!(failures.is_empty(), "{failures:?}");
-    assert_undisturbed(&router, 2.0 * CLIENTS as f64).await;
+    // Whoever was on the way to one that left was refused there once.
+    assert_undisturbed(&router, 2.0 * (CLIENTS + LONG_CLIENTS) as f64).await;
     for worker in [&p1, &d1] {
-        worker.wait_released(Duration::from_secs(1)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 }
 
@@ -384,14 +417,16 @@ async fn a_prefill_worker_stays_until_its_receiver_has_everything() {
     let bytes = d0.tcp_bytes().await as u64;
     assert!(bytes > 100_000, "{bytes}");
 
-    link.set(Pace::Bytes(bytes / 4));
+    // In a minute.
+    link.set(Pace::Bytes(bytes / 60));
     let mut streams = Streams::start(&router, &prompts[1..], None);
     // The first token is there before its blocks are.
     streams.wait_begun().await;
     let mut leaving = p0;
     leaving.process.terminate();
-    wait_draining(&view, &leaving).await;
+    wait_draining(&view, &router, &leaving).await;
     let fresh = launcher.worker(Pool::Prefill, "p1", "rand", &[tcp]).await;
+    router.wait_workers("rand", (1, 1), SOON).await;
     tokio::time::sleep(Duration::from_millis(500)).await;
     let held = leaving.load().await;
     let blocks = &held.blocks[0];
@@ -408,7 +443,7 @@ async fn a_prefill_worker_stays_until_its_receiver_has_everything() {
     assert_eq!(d0.load().await.handoffs_total, 3);
     assert_undisturbed(&router, 0.0).await;
     for worker in [&fresh, &d0] {
-        worker.wait_released(Duration::from_secs(1)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
     assert_eq!(fresh.load().await.handoffs_total, 1);
 }
@@ -432,7 +467,7 @@ async fn idle_processes_end_at_once() {
         process.terminate();
         ends(process).await;
     }
-    wait_listed(&view, &["d1", "p1"], Duration::from_secs(2)).await;
+    wait_listed(&view, &["d1", "p1"], SOON).await;
     let up = baton_tests::process::up("rand", &["--drain-ms=60000"], launcher.folder());
     let mut up = up.await;
     up.process.terminate();
@@ -447,7 +482,9 @@ async fn a_cluster_in_one_process_lets_its_streams_end() {
     let flags = ["--drain-ms=60000", "--kv-tokens=16384"];
     let up = baton_tests::process::up("rand", &flags, folder.path());
     let mut up = up.await;
-    let streams = Streams::start(&up, &long(10, 500), None);
+    let gate = Arc::<Gate>::default();
+    let window = Some((1 << 10, Arc::clone(&gate)));
+    let streams = Streams::start(&up, &long(10, 500), window);
     streams.wait_begun().await;
     up.process.terminate();
     let waited = Stopwatch::start();
@@ -456,6 +493,7 @@ async fn a_cluster_in_one_process_lets_its_streams_end() {
     }
     let error = ask(up.grpc(), "", &long(1, 4)[0]).await.unwrap_err();
     assert_eq!(error.reason, "DRAINING", "{error:?}");
+    gate.0.cancel();
     streams.finish().await;
     ends(&mut up.process).await;
 }
@@ -528,20 +566,19 @@ async fn a_second_signal_ends_a_process_at_once() {
     let mut router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (1, 1), SOON).await;
     let again = async |process: &mut Process| {
-        process.terminate();
         // Once more within half a second is the same wish.
-        tokio::time::sleep(Duration::from_millis(100)).await;
         process.terminate();
+        process.terminate();
+        process.logged("signal received: draining").await;
         tokio::time::sleep(Duration::from_millis(700)).await;
-        let watch = Stopwatch::start();
+        assert!(process.runs(), "`{}` took an echo for a wish", process.name);
         process.terminate();
         assert_eq!(process.exit_code().await, 130, "`{}`", process.name);
-        assert!(watch.elapsed() < ENDS_WITHIN, "`{}`", process.name);
     };
-    // A decode worker whose blocks take half a minute to come: its stream goes on at another.
+    // A decode worker whose blocks take a minute to come: its stream goes on at another.
     let prompts = prompts(2, 640);
     ask(router.grpc(), "rand", &prompts[0]).await.unwrap();
-    link.set(Pace::Bytes(d0.tcp_bytes().await as u64 / 30));
+    link.set(Pace::Bytes(d0.tcp_bytes().await as u64 / 60));
     let streams = Streams::start(&router, &prompts[1..], None);
     streams.wait_begun().await;
     let d1 = launcher.worker(Pool::Decode, "d1", "rand", &[tcp]).await;
@@ -569,7 +606,7 @@ async fn a_second_signal_ends_a_process_at_once() {
     };
     assert!(seen.completed.is_none(), "{broken}");
     for worker in [&p0, &d1] {
-        worker.wait_released(Duration::from_secs(2)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 }
 
@@ -600,7 +637,7 @@ async fn a_stream_longer_than_its_time_ends_with_the_reason() {
     assert_eq!(error.reason, "DRAINING", "{error:?}");
     assert_eq!(router.process.exit_code().await, 0);
     for worker in [&p0, &d0] {
-        worker.wait_released(Duration::from_secs(1)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 
     let router = launcher.router(&SPLIT).await;
@@ -614,7 +651,7 @@ async fn a_stream_longer_than_its_time_ends_with_the_reason() {
     let error = last_error(&mut events).await;
     println!("{error}");
     assert_eq!(error["type"], "server_error");
-    p0.wait_released(Duration::from_secs(1)).await;
+    p0.wait_released(RELEASED_WITHIN).await;
 }
 
 /// Reads to the end, which must be an error.
