@@ -306,6 +306,7 @@ pub struct RouterArgs {
     pub ttft_target_ms: Option<u64>,
     /// Longest wait for a decode worker while none is there, before a request is refused;
     /// 0 refuses at once [default: the request's deadline, or its target on the first token].
+    /// Streams that were begun wait no longer than `--stream-gap-ms` for one.
     #[arg(long, env = "BATON_POOL_TIMEOUT_MS")]
     pub pool_timeout_ms: Option<u64>,
     /// Longest gap in a stream whose worker died, beyond what computing its tokens again is

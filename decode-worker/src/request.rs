@@ -36,7 +36,7 @@ use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::{to_detail, to_status};
 use baton_proto::work::WorkOrder;
-use baton_proto::worker_info::{LEAVE_TIME, WORKER_DRAINING};
+use baton_proto::worker_info::{HANDOFF_EXPIRED, LEAVE_TIME, WORKER_DRAINING};
 use baton_proto::{Attempt, Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
@@ -348,7 +348,7 @@ impl RequestTask {
                     ErrorKind::Deadline,
                     format!("no commit arrived in time ({reason:?})"),
                 )
-                .with_reason("HANDOFF_EXPIRED");
+                .with_reason(HANDOFF_EXPIRED);
                 self.orphan(event.attempt, error).await
             }
         }

@@ -43,8 +43,8 @@ use crate::region::RegionTable;
 use crate::ticket::{LaneKey, Opening, ProcessToken, SessionId, Ticket};
 use crate::transport::stream::lane_client;
 use crate::transport::{loopback, shared_memory};
-use crate::wake::lock;
-use driver::{Address, Peer};
+use crate::wake::{Bell, lock};
+use driver::{Address, Driver, Peer};
 use lane::LaneHandle;
 use transfer::TransferShared;
 
@@ -267,6 +267,21 @@ impl Sender {
             })?,
         };
         self.open_to(peer, target, form.opening(), Some(form.clone()))
+    }
+
+    /// Whether a lane to `target` comes up: opens one as a transfer would, and closes it.
+    /// Blocks for up to `connect_timeout`, twice that if a transport is given up for the next.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`], with the reason; [`Error::Io`] if the system gives no eventfd.
+    pub fn probe(&self, target: &LaneTarget) -> Result<(), Error> {
+        let Lanes {
+            config, session, ..
+        } = &*self.lanes;
+        let bell = Bell::new().map_err(|error| Error::io("create an eventfd", error))?;
+        let inbox = Arc::default();
+        let peer = self.peer(target)?;
+        Driver::new(Arc::clone(config), peer, *session, inbox, bell).probe()
     }
 
     /// Whether a transfer to `target` goes over TCP.

@@ -21,6 +21,7 @@ pub enum Unit {
     Requests,
     Sequences,
     Workers,
+    Lanes,
     Events,
     /// A share between 0 and 1.
     Ratio,
@@ -44,6 +45,7 @@ impl Unit {
             Self::Requests => "requests",
             Self::Sequences => "sequences",
             Self::Workers => "workers",
+            Self::Lanes => "lanes",
             Self::Events => "events",
             Self::Ratio => "0 to 1",
             Self::Times => "times",

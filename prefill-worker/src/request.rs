@@ -25,7 +25,7 @@ use baton_proto::live_requests::Stop;
 use baton_proto::sampling::{FinishReason, SampledToken};
 use baton_proto::status::to_status;
 use baton_proto::work::WorkOrder;
-use baton_proto::worker_info::{HANDOFF_UNREACHABLE, leaving};
+use baton_proto::worker_info::{HANDOFF_PEER_LOST, HANDOFF_UNREACHABLE, leaving};
 use baton_proto::{Error, ErrorKind, v1};
 use prost::Message as _;
 use tokio::sync::mpsc;
@@ -402,7 +402,7 @@ fn gone() -> Error {
 fn lost_peer(transfer: &Transfer) -> Error {
     let why = transfer.failure().unwrap_or_default();
     let reason = match transfer.was_reached() {
-        true => "HANDOFF_PEER_LOST",
+        true => HANDOFF_PEER_LOST,
         false => HANDOFF_UNREACHABLE,
     };
     let message = format!("the receiver is lost: {why}");

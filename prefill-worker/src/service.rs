@@ -5,16 +5,16 @@ use std::sync::Arc;
 use baton_proto::status::to_status;
 use baton_proto::v1::prefill_worker_server::PrefillWorker;
 use baton_proto::work::WorkOrder;
-use baton_proto::worker_info::ResponseStream;
-use baton_proto::{Error, v1};
+use baton_proto::worker_info::{HANDOFF_UNREACHABLE, ResponseStream};
+use baton_proto::{Error, ErrorKind, RequestId, environment, v1};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 use tokio_stream::wrappers::ReceiverStream;
 use tonic::{Request, Response, Status};
 
 use crate::request::RequestTask;
-use crate::ship::{Ours, parse_lane};
-use crate::worker::Shared;
+use crate::ship::{Ours, parse_lane, parse_target};
+use crate::worker::{PROBES_MAX, Shared};
 
 /// Events that may wait for the router: a request sends at most four.
 const OUT_EVENTS_MAX: usize = 8;
@@ -128,6 +128,38 @@ impl PrefillWorker for Service {
         let answer = self.shared.info.drain_acknowledged(request.into_inner());
         Ok(Response::new(answer))
     }
+
+    async fn probe_lane(
+        &self,
+        request: Request<v1::ProbeLaneRequest>,
+    ) -> Result<Response<v1::ProbeLaneResponse>, Status> {
+        let lane = request.into_inner().lane;
+        let lane = lane.ok_or_else(|| refuse("lane", "missing"))?;
+        let probed = probe(&self.shared, &lane).await;
+        probed.map_err(|error| to_status(&error))?;
+        Ok(Response::new(v1::ProbeLaneResponse {}))
+    }
+}
+
+/// Tries a lane on a thread of its own: connecting blocks.
+async fn probe(shared: &Shared, lane: &v1::Lane) -> Result<(), Error> {
+    let permit = Arc::clone(&shared.probes).try_acquire_owned();
+    let permit = permit.map_err(|_| {
+        let message = format!("{PROBES_MAX} lanes are tried already");
+        Error::new(ErrorKind::Overloaded, message)
+            .with_retry_after(shared.config.engine.limits.retry_after)
+    })?;
+    let (tls, sender) = (&shared.config.tls, shared.sender.clone());
+    let target = parse_target(lane, &RequestId("probe".to_owned()), tls, &sender).await?;
+    let tried = environment::off_runtime(move || {
+        let _permit = permit;
+        sender.probe(&target)
+    });
+    let tried = tried.await;
+    let tried = tried.map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?;
+    tried.map_err(|error| {
+        Error::new(ErrorKind::Unavailable, error.to_string()).with_reason(HANDOFF_UNREACHABLE)
+    })
 }
 
 fn refuse(field: &str, message: &str) -> Status {

@@ -14,7 +14,7 @@ use baton_proto::kv_layout::KvLayout;
 use baton_proto::relayout::{Fit, KvRun, Relayout, int8_on_wire};
 use baton_proto::transport::TlsSettings;
 use baton_proto::work::WorkOrder;
-use baton_proto::{Attempt, Epoch, Error, v1};
+use baton_proto::{Attempt, Epoch, Error, RequestId, v1};
 
 /// A lane as the router passed it on, checked.
 pub(crate) struct Lane {
@@ -81,15 +81,38 @@ pub(crate) async fn parse_lane(
         .map_err(|error| Error::invalid("lane.layout_json", error.to_string()))?;
     let relayout = meet(ours.layout, &theirs, order.exact)?;
     let tokens = order.prompt.len() as u32;
+    let mut target = parse_target(&wire, &order.request_id, ours.tls, ours.sender).await?;
+    if let Some(left) = order.deadline {
+        target.deadline = target.deadline.min(left);
+    }
+    let form = ours.form.filter(|_| ours.sender.goes_over_tcp(&target));
+    let form = form.and_then(|form| on_wire(form, &theirs, order.exact));
+    let relayout = form.as_ref().map_or(&relayout, |(_, relayout)| relayout);
+    Ok(Lane {
+        ship: ranges(&wire.wanted, relayout, tokens)?,
+        opening: Opening::towards(ours.layout, &theirs),
+        form: form.map(|(form, _)| form),
+        target,
+    })
+}
+
+/// Where a lane leads.
+///
+/// # Errors
+/// As [`parse_lane`], but for the layout, which is not looked at.
+pub(crate) async fn parse_target(
+    wire: &v1::Lane,
+    request_id: &RequestId,
+    tls: &TlsSettings,
+    sender: &Sender,
+) -> Result<LaneTarget, Error> {
     let malformed = |field: &str| Error::invalid(field, "has the wrong length");
-    let deadline = Duration::from_millis(wire.deadline_ms);
     let process_token = ProcessToken::from_bytes(&wire.process_token)
         .ok_or_else(|| malformed("lane.process_token"))?;
-    let tls = ours.tls;
-    if !ours.sender.stays_in_process(process_token) {
-        check_tls(&wire, tls.is_enabled())?;
+    if !sender.stays_in_process(process_token) {
+        check_tls(wire, tls.is_enabled())?;
     }
-    let target = LaneTarget {
+    Ok(LaneTarget {
         data_address: resolve(&wire.data_address).await?,
         server_name: match tls.is_enabled() && !wire.data_address.is_empty() {
             true => Some(tls.expected_name(&wire.data_address)?),
@@ -100,17 +123,8 @@ pub(crate) async fn parse_lane(
         ticket: Ticket::from_bytes(&wire.ticket).ok_or_else(|| malformed("lane.ticket"))?,
         epoch: Epoch(wire.epoch),
         attempt: Attempt(wire.attempt),
-        request_id: order.request_id.clone(),
-        deadline: order.deadline.map_or(deadline, |left| left.min(deadline)),
-    };
-    let form = ours.form.filter(|_| ours.sender.goes_over_tcp(&target));
-    let form = form.and_then(|form| on_wire(form, &theirs, order.exact));
-    let relayout = form.as_ref().map_or(&relayout, |(_, relayout)| relayout);
-    Ok(Lane {
-        ship: ranges(&wire.wanted, relayout, tokens)?,
-        opening: Opening::towards(ours.layout, &theirs),
-        form: form.map(|(form, _)| form),
-        target,
+        request_id: request_id.clone(),
+        deadline: Duration::from_millis(wire.deadline_ms),
     })
 }
 

@@ -29,7 +29,7 @@ use baton_proto::watching::{Told, Watchers};
 use baton_proto::worker_info::{Grace, WorkerInfo, WorkerState, follow_engine, leaving};
 use baton_proto::{Epoch, Error as WireError, ErrorKind, limits, protocol, v1};
 use tokio::net::TcpListener;
-use tokio::sync::watch;
+use tokio::sync::{Semaphore, watch};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tonic::service::RoutesBuilder;
@@ -54,6 +54,9 @@ pub enum Error {
     Task(&'static str),
 }
 
+/// Lanes that are tried at once, each on a thread that may stand for two seconds.
+pub(crate) const PROBES_MAX: usize = 16;
+
 /// What every request's task needs.
 pub(crate) struct Shared {
     pub(crate) config: PrefillWorkerConfig,
@@ -71,6 +74,8 @@ pub(crate) struct Shared {
     state: watch::Sender<WorkerState>,
     registration: tokio::sync::OnceCell<Registration>,
     pace: Mutex<PromptPace>,
+    /// Lanes that may be tried at once.
+    pub(crate) probes: Arc<Semaphore>,
     /// Over: what still runs is to go on elsewhere.
     pub(crate) grace: Grace,
 }
@@ -126,6 +131,7 @@ impl Shared {
                 state,
                 registration: tokio::sync::OnceCell::new(),
                 pace: Mutex::default(),
+                probes: Arc::new(Semaphore::new(PROBES_MAX)),
                 grace: Grace::default(),
                 config: parts.config,
             }

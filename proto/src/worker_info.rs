@@ -30,6 +30,12 @@ pub const WORKER_DRAINING: &str = "WORKER_DRAINING";
 /// Why a prefill worker gives up a handoff whose receiver's data port it could not reach.
 pub const HANDOFF_UNREACHABLE: &str = "HANDOFF_UNREACHABLE";
 
+/// Why a prefill worker gives up a handoff whose receiver it had reached and lost.
+pub const HANDOFF_PEER_LOST: &str = "HANDOFF_PEER_LOST";
+
+/// Why a decode worker gives up a handoff of which it heard nothing, or no end, in time.
+pub const HANDOFF_EXPIRED: &str = "HANDOFF_EXPIRED";
+
 /// What a request hears that a worker ends because it leaves.
 pub fn leaving(worker: &WorkerId) -> Error {
     let message = format!("worker `{worker}` leaves, its grace time is over");

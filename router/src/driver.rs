@@ -22,7 +22,9 @@ use baton_observability::labels::Decision;
 use baton_proto::block_hash::BlockHash;
 use baton_proto::sampling::{SampledToken, SamplingParams};
 use baton_proto::slo::Slo;
-use baton_proto::worker_info::{HANDOFF_UNREACHABLE, WORKER_DRAINING};
+use baton_proto::worker_info::{
+    HANDOFF_EXPIRED, HANDOFF_PEER_LOST, HANDOFF_UNREACHABLE, WORKER_DRAINING,
+};
 use baton_proto::{Error, ErrorKind, NumericsId, RequestId, TokenId, v1};
 use tokio::time::Instant;
 
@@ -34,6 +36,7 @@ use timing::Timing;
 use crate::admission::Permit;
 use crate::auth::Tenant;
 use crate::frontend::{Shared, Tally};
+use crate::placement::Pair;
 use crate::request::{Action, DecodeEvent, Event, PrefillEvent, Request, Spec, Stage, Timeouts};
 use crate::resume::fences::Fenced;
 use crate::resume::prompt_hash;
@@ -119,6 +122,7 @@ impl Driver {
     pub fn new(shared: Arc<Shared>, job: Job, tally: Tally, outlet: Outlet) -> Self {
         let config = &shared.config;
         let ms = Duration::from_millis;
+        let pool = config.pool_timeout_ms.map_or(Duration::MAX, ms);
         let spec = Spec {
             n: job.sampling.n,
             max_tokens: job.sampling.max_tokens,
@@ -127,10 +131,8 @@ impl Driver {
             timeouts: Timeouts {
                 total: job.deadline - job.received,
                 // Nobody waits beyond the target on the first token, for this either.
-                pool: config
-                    .pool_timeout_ms
-                    .map_or(Duration::MAX, ms)
-                    .min(job.slo.ttft.unwrap_or(Duration::MAX)),
+                pool: pool.min(job.slo.ttft.unwrap_or(Duration::MAX)),
+                pool_of_stream: pool.min(ms(config.stream_gap_ms)),
                 gap: ms(config.stream_gap_ms),
                 silence: ms(config.worker_silence_ms),
                 answer: ms(config.answer_timeout_ms),
@@ -226,8 +228,10 @@ impl Driver {
                 self.heard_from_decode(event);
                 events.extend(self.accept(event).await);
             }
-            if let Event::Prefill { event, .. } = &event {
-                self.heard_from_prefill(event);
+            if let Event::Prefill { event, .. } = &event
+                && let PrefillEvent::Failed { error } = event
+            {
+                self.handoff_broke(error);
             }
             let now = self.timing.now();
             for action in self.machine.handle(now, event) {
@@ -242,6 +246,9 @@ impl Driver {
         if let (DecodeEvent::Leaving, Some(session)) = (event, &self.decode) {
             tracing::info!(worker = %session.worker.key.id, reason = WORKER_DRAINING,
                 "the decode worker leaves; moving the request");
+        }
+        if let DecodeEvent::Aborted { error, .. } = event {
+            self.handoff_broke(error);
         }
         self.timing.heard_from_decode(event);
         let took = matches!(
@@ -263,19 +270,29 @@ impl Driver {
         }
     }
 
-    /// A decode worker that cannot be reached by one prefill worker is not asked first again.
-    fn heard_from_prefill(&self, event: &PrefillEvent) {
-        if let PrefillEvent::Failed { error } = event
-            && error.reason == HANDOFF_UNREACHABLE
-            && let Some(session) = &self.decode
-        {
-            let prefill = self.prefill.as_ref().map(|p| p.worker.key.id.as_str());
-            tracing::warn!(worker = %session.worker.key.id, prefill, error = error.message,
-                "the decode worker cannot be reached; preferring others");
-            let workers = &self.shared.workers;
-            workers
-                .shunned
-                .shun(session.worker.key.clone(), Instant::now());
+    /// A handoff broke on its way: the way is tried before another one is sent over it. A
+    /// port that was never reached is most likely out of everybody's reach.
+    fn handoff_broke(&self, error: &Error) {
+        let (Some(prefill), Some(decode)) = (&self.prefill, &self.decode) else {
+            return;
+        };
+        let Some(lane) = &prefill.lane else { return };
+        let (prefill, decode) = (&prefill.worker.key, &decode.worker.key);
+        let workers = &self.shared.workers;
+        let senders = match error.reason.as_str() {
+            HANDOFF_UNREACHABLE => {
+                tracing::warn!(worker = %decode.id, prefill = %prefill.id, error = error.message,
+                    "the decode worker cannot be reached; preferring others");
+                let all = workers.ready_of(&self.job.model.card).into_iter();
+                let senders = all.filter(|worker| worker.role.prefills());
+                senders.map(|worker| worker.key.clone()).collect()
+            }
+            HANDOFF_PEER_LOST | HANDOFF_EXPIRED => vec![prefill.clone()],
+            _ => return,
+        };
+        for prefill in senders {
+            let decode = decode.clone();
+            workers.cut_lanes.cut(Pair { prefill, decode }, lane);
         }
     }
 

@@ -4,7 +4,7 @@
 //! The rules, in order: only workers that speak our protocol; a prefill worker is
 //! paired only with a decode worker that can take its KV, which for an exact request
 //! means: with the same bits; the local path when what is not cached is short or no
-//! prefill worker is ready; else the cheapest pair, of those whose KV keeps its bits
+//! prefill worker is ready or reaches anybody; else the cheapest pair, of those whose KV keeps its bits
 //! while there is one. Cost is counted in tokens, so that queue, load and cached
 //! prefix add up.
 
@@ -47,6 +47,13 @@ impl fmt::Debug for WorkerKey {
     }
 }
 
+/// A way that KV goes.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Pair {
+    pub prefill: WorkerKey,
+    pub decode: WorkerKey,
+}
+
 /// A worker that could take work, and how busy it is.
 #[derive(Clone, Debug)]
 pub struct Candidate {
@@ -80,6 +87,8 @@ pub struct Question<'a> {
     pub numerics: Option<NumericsId>,
     /// Whether KV must keep its bits on the way.
     pub exact: bool,
+    /// Ways that KV does not go at present.
+    pub cut: &'a [Pair],
     /// Chooses among equals; any number.
     pub tie: u64,
 }
@@ -187,17 +196,26 @@ impl Policy for LeastTokens {
             .filter(|worker| worker.role.prefills())
             .filter(|worker| !query.exclude_prefill.contains(&worker.key))
             .collect();
+        let refused = self.refuse_without_prefill && query.is_first();
         if prefillers.is_empty() {
-            if self.refuse_without_prefill && query.is_first() {
+            if refused {
                 return Err(nobody("prefill", NO_PREFILL_WORKER));
             }
             return local(decode);
         }
+        let is_cut = |prefill: &Candidate, decode: &Candidate| {
+            let ends = |pair: &Pair| pair.prefill == prefill.key && pair.decode == decode.key;
+            question.cut.iter().any(ends)
+        };
+        let mut cut_off = Vec::new();
         let mut mismatch = None;
         let mut best: Option<((bool, u64), Placement)> = None;
         for (index, decode) in decoders.iter().enumerate() {
-            let paired: Vec<(&Candidate, bool)> = prefillers
-                .iter()
+            let reached = prefillers.iter().filter(|prefill| !is_cut(prefill, decode));
+            if reached.clone().count() < prefillers.len() {
+                cut_off.push(*decode);
+            }
+            let paired: Vec<(&Candidate, bool)> = reached
                 .filter_map(|prefill| {
                     let pair = pairs(prefill, decode, question.exact, &mut mismatch)?;
                     Some((*prefill, pair.fit() == Fit::OtherBits))
@@ -231,12 +249,17 @@ impl Policy for LeastTokens {
                 best = Some((cost, placement));
             }
         }
-        match (best, mismatch) {
-            (Some((_, placement)), _) => Ok(placement),
+        let cut_off = cheapest(&cut_off, question.tie, |worker| {
+            self.decode_cost(worker, tokens)
+        });
+        match (best, cut_off, mismatch) {
+            (Some((_, placement)), ..) => Ok(placement),
             // A reservation in hand is better served by its owner than given up.
-            (None, _) if query.keep_decode.is_some() => local(decode),
-            (None, Some(mismatch)) => Err(mismatch),
-            (None, None) => local(decode),
+            (None, ..) if query.keep_decode.is_some() => local(decode),
+            (None, Some(_), _) if refused => Err(nobody("reachable prefill", NO_PREFILL_WORKER)),
+            (None, Some(cut_off), _) => local(cut_off),
+            (None, None, Some(mismatch)) => Err(mismatch),
+            (None, None, None) => local(decode),
         }
     }
 }

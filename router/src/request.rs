@@ -259,13 +259,14 @@ impl Request {
         out
     }
 
-    /// Whether a worker that starts, or comes back, would be in time for a request of which
-    /// its client has nothing yet.
+    /// Whether a worker that starts, or comes back, would be in time: for a request of which
+    /// its client has nothing yet, or for a stream whose gap may last so long.
     fn may_wait(&mut self, now: Duration, error: &Error) -> bool {
-        if !self.logs.iter().all(TokenLog::is_empty) {
-            return false;
-        }
-        let pool = self.spec.timeouts.pool;
+        let timeouts = self.spec.timeouts;
+        let pool = match self.logs.iter().all(TokenLog::is_empty) {
+            true => timeouts.pool,
+            false => timeouts.pool_of_stream,
+        };
         let most = match error.reason.as_str() {
             NO_DECODE_WORKER => {
                 // Whoever comes is welcome, also one that was left.

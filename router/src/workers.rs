@@ -7,9 +7,9 @@
 
 mod acknowledging;
 mod connect;
+mod cut_lanes;
 mod follow;
 mod models;
-mod shunned;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
@@ -26,9 +26,9 @@ use baton_tokenizer::Tokenizer;
 use tokio::sync::{Notify, watch};
 
 pub use connect::{Broken, Channel, Connect, Over};
+pub use cut_lanes::CutLanes;
 pub use follow::{CacheChanges, Follower, Observer, Patience};
 pub use models::ServedModel;
-pub use shunned::Shunned;
 
 use crate::placement::forecast::Standing;
 use crate::placement::{Candidate, WorkerKey};
@@ -269,8 +269,8 @@ pub struct Workers {
     /// Held by whoever fetches the tokenizer of a hash, so that it is fetched once.
     fetching: Mutex<HashMap<String, Arc<tokio::sync::Mutex<()>>>>,
     stale: AtomicBool,
-    /// Noted by whoever places requests.
-    pub shunned: Shunned,
+    /// Noted by whoever sends requests.
+    pub cut_lanes: CutLanes,
 }
 
 impl Workers {
@@ -385,6 +385,7 @@ impl Workers {
                 metrics.pool_members.get((*role, *state)).set(count);
             }
         }
+        metrics.lanes_cut.set(self.cut_lanes.all().len() as i64);
         let stale = self.stale.load(Ordering::Relaxed);
         metrics.membership_stale.set(i64::from(stale));
     }

@@ -138,4 +138,11 @@ impl PrefillWorker for Door {
     ) -> Result<Response<v1::AcknowledgeDrainResponse>, Status> {
         self.worker.clone().acknowledge_drain(request).await
     }
+
+    async fn probe_lane(
+        &self,
+        request: Request<v1::ProbeLaneRequest>,
+    ) -> Result<Response<v1::ProbeLaneResponse>, Status> {
+        self.worker.clone().probe_lane(request).await
+    }
 }

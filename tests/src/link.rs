@@ -37,9 +37,11 @@ pub struct Link {
     task: JoinHandle<()>,
 }
 
-/// Bytes to the target.
+/// What went to the target.
 #[derive(Default)]
 struct Books {
+    connections: AtomicU64,
+    /// Bytes.
     carried: AtomicU64,
     /// Those that [`Pace::Upto`] still lets pass.
     left: AtomicU64,
@@ -67,6 +69,7 @@ impl Link {
         let task = tokio::spawn(async move {
             let mut pairs = JoinSet::new();
             while let Ok((near, _)) = listener.accept().await {
+                shared.connections.fetch_add(1, Ordering::Relaxed);
                 pairs.spawn(carry(near, target, paced.clone(), Arc::clone(&shared)));
             }
         });
@@ -89,6 +92,11 @@ impl Link {
             self.books.left.store(bytes, Ordering::Relaxed);
         }
         self.pace.send_replace(pace);
+    }
+
+    /// Connections so far.
+    pub fn connections(&self) -> u64 {
+        self.books.connections.load(Ordering::Relaxed)
     }
 
     /// Bytes that went to the target, over all connections.

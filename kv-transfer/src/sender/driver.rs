@@ -198,6 +198,22 @@ impl Driver {
         self.config.environment.now()
     }
 
+    /// Opens a lane as for a transfer and closes it again. Blocks for up to the time that
+    /// connecting may take, with each transport that comes into question.
+    ///
+    /// # Errors
+    /// [`Error::Unreachable`], with the address, if none comes up.
+    pub(crate) fn probe(mut self) -> Result<(), Error> {
+        loop {
+            match self.connect(self.now()) {
+                // A port that has lanes enough is there.
+                Ok(_) | Err(Error::Full { .. }) => return Ok(()),
+                Err(error) if self.fall_back(&error) => {}
+                Err(error) => return Err(Error::Unreachable(self.peer.blamed(&error))),
+            }
+        }
+    }
+
     /// Does what can be done without waiting (but for connecting, which is bounded).
     pub(crate) fn step(&mut self) -> Step {
         let now = self.now();

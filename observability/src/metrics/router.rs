@@ -60,6 +60,8 @@ metric_set! {
             "The router's own work per request: validating, tokenising, hashing and choosing.";
         pool_members: ByLabel<(PoolRole, MemberState), Gauge> = "baton_pool_members", Workers, &[],
             "Workers as this router sees them.";
+        lanes_cut: Gauge = "baton_lanes_cut", Lanes, &[],
+            "Pairs of a prefill and a decode worker that a handoff could not pass between, and that are tried until one can.";
         membership_stale: Gauge = "baton_membership_stale", Flag, &[],
             "1 while the list of workers cannot be refreshed and the last known one is used.";
         build: Info = "baton_build_info", Flag, &[],

@@ -28,14 +28,16 @@ impl Driver {
             let cached = self.cached_at(worker);
             candidates.push(worker.candidate(cached));
         }
+        let cut = self.shared.workers.cut_lanes.all();
         let question = Question {
             query,
+            cut: &cut,
             prompt_tokens: self.job.prompt.len() as u32,
             numerics: self.numerics.filter(|_| self.job.exact),
             exact: self.job.exact,
             tie: environment::random(),
         };
-        let placement = self.choose(&candidates, &question)?;
+        let placement = self.shared.policy.place(&candidates, &question)?;
         let tokens = question.prompt_tokens.saturating_add(query.resumed_tokens);
         let wait = forecast::first_token(&candidates, &placement, tokens);
         let likely = wait.map(|wait| self.shared.margin().over(wait));
@@ -51,25 +53,6 @@ impl Driver {
             "placed"
         );
         Ok(placement)
-    }
-
-    /// Chooses without the workers that others are preferred to, if that is possible. One
-    /// that holds the request's blocks already computes the prompt itself.
-    fn choose(
-        &self,
-        candidates: &[Candidate],
-        question: &Question<'_>,
-    ) -> Result<Placement, Error> {
-        let policy = &self.shared.policy;
-        let shunned = self.shared.workers.shunned.all(Instant::now());
-        if !shunned.is_empty() {
-            let mut others = candidates.to_vec();
-            others.retain(|candidate| !shunned.contains(&candidate.key));
-            if let Ok(placement) = policy.place(&others, question) {
-                return Ok(placement);
-            }
-        }
-        policy.place(candidates, question)
     }
 
     /// Refuses a request whose first token would come too late. Once: what goes wrong

@@ -112,6 +112,8 @@ pub struct PrefillSession {
     pub worker: Arc<Worker>,
     pub attempt: u32,
     pub placed: Placed,
+    /// The way its KV goes.
+    pub lane: Option<v1::Lane>,
     events: EventStream<(PrefillEvent, Report)>,
 }
 
@@ -127,6 +129,7 @@ impl PrefillSession {
         let mut client = PrefillWorkerClient::new(worker.channel.clone())
             .max_decoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX)
             .max_encoding_message_size(limits::INTERNAL_MESSAGE_BYTES_MAX);
+        let lane = prefill.lane.clone();
         let mut request = Request::new(prefill);
         if let Some(ms) = timeout {
             request.set_timeout(Duration::from_millis(ms));
@@ -156,6 +159,7 @@ impl PrefillSession {
         };
         Self {
             placed,
+            lane,
             worker,
             attempt,
             events: Box::pin(events),

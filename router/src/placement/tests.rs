@@ -88,6 +88,7 @@ fn ask(
         prompt_tokens,
         numerics: None,
         exact: true,
+        cut: &[],
         tie,
     };
     LeastTokens::default().place(candidates, &question)
@@ -101,6 +102,7 @@ fn placed_freely(candidates: &[Candidate], prompt_tokens: u32) -> Result<String,
         prompt_tokens,
         numerics: None,
         exact: false,
+        cut: &[],
         tie: 0,
     };
     let placement = LeastTokens::default().place(candidates, &question)?;
@@ -256,6 +258,7 @@ fn that_others_do_not_fit_is_said_before_that_the_rest_was_tried() {
             prompt_tokens: 10,
             numerics: Some(died.card.layout.numerics),
             exact: true,
+            cut: &[],
             tie: 0,
         };
         LeastTokens::default()
@@ -266,6 +269,51 @@ fn that_others_do_not_fit_is_said_before_that_the_rest_was_tried() {
     let tried = ask(std::slice::from_ref(&died));
     assert_eq!(tried, "DECODE_WORKERS_TRIED");
     assert_eq!(ask(&[died.clone(), other]), "LAYOUT_MISMATCH");
+}
+
+#[test]
+fn no_prompt_goes_where_its_kv_would_not_come_through() {
+    let all = ["p1", "p2", "d1", "d2"].map(|id| worker(id, 0, 0, 0));
+    let place = |policy: &LeastTokens, query: &PlaceQuery, cut: &[(&str, &str)]| {
+        let pair = |(prefill, decode): &(&str, &str)| Pair {
+            prefill: key(prefill),
+            decode: key(decode),
+        };
+        let cut: Vec<Pair> = cut.iter().map(pair).collect();
+        let question = Question {
+            query,
+            prompt_tokens: 1000,
+            numerics: None,
+            exact: true,
+            cut: &cut,
+            tie: 0,
+        };
+        policy.place(&all, &question).map(|placed| show(&placed))
+    };
+    let (policy, query) = (LeastTokens::default(), query());
+    let everywhere = [("p1", "d1"), ("p2", "d1"), ("p1", "d2"), ("p2", "d2")];
+    for (cut, right) in [
+        (&everywhere[..0], "p1 d1"),
+        (&everywhere[..1], "p2 d1"),
+        (&everywhere[..2], "p1 d2"),
+        (&everywhere[..3], "p2 d2"),
+        (&everywhere[..], "local d1"),
+    ] {
+        assert_eq!(place(&policy, &query, cut).unwrap(), right, "{cut:?}");
+    }
+    // What has its blocks somewhere is computed there.
+    let kept = PlaceQuery {
+        keep_decode: Some(key("d1")),
+        ..query.clone()
+    };
+    assert_eq!(place(&policy, &kept, &everywhere[..2]).unwrap(), "local d1");
+    let refusing = LeastTokens {
+        refuse_without_prefill: true,
+        ..policy
+    };
+    let error = place(&refusing, &query, &everywhere).unwrap_err();
+    assert_eq!(error.reason, "NO_PREFILL_WORKER");
+    assert_eq!(place(&refusing, &kept, &everywhere).unwrap(), "local d1");
 }
 
 #[test]
@@ -281,6 +329,7 @@ fn long_prompts_may_be_refused_while_nobody_prefills() {
             prompt_tokens,
             numerics: None,
             exact: true,
+            cut: &[],
             tie: 0,
         };
         let placed = policy.place(candidates, &question);
@@ -360,6 +409,7 @@ fn a_stream_that_began_goes_on_with_its_own_arithmetic() {
         prompt_tokens: 10,
         numerics: Some(NumericsId([1; 16])),
         exact: true,
+        cut: &[],
         tie: 0,
     };
     let policy = LeastTokens::default();

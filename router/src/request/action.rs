@@ -15,6 +15,8 @@ pub struct Timeouts {
     pub total: Duration,
     /// For a decode worker to be there at all, before the first token.
     pub pool: Duration,
+    /// The same after it.
+    pub pool_of_stream: Duration,
     /// Of a stream whose worker died, beyond what computing is foretold to take.
     pub gap: Duration,
     /// A worker's death shows within this time.

@@ -12,7 +12,7 @@
 use std::time::Duration;
 
 use baton_proto::live_requests::RESUMED_ELSEWHERE;
-use baton_proto::worker_info::{HANDOFF_UNREACHABLE, WORKER_DRAINING};
+use baton_proto::worker_info::{HANDOFF_PEER_LOST, HANDOFF_UNREACHABLE, WORKER_DRAINING};
 use baton_proto::{Error, ErrorKind};
 
 use super::{Action, BrokenLane, Prefilling, Request, Stage, TokenLog, WorkerKey};
@@ -34,7 +34,7 @@ fn is_final(kind: ErrorKind) -> bool {
 fn is_between(error: &Error) -> bool {
     matches!(
         error.reason.as_str(),
-        "HANDOFF_PEER_LOST" | "HANDOFF_FAILED" | HANDOFF_UNREACHABLE
+        HANDOFF_PEER_LOST | "HANDOFF_FAILED" | HANDOFF_UNREACHABLE
     )
 }
 

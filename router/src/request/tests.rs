@@ -73,6 +73,7 @@ impl Scene {
             timeouts: Timeouts {
                 total: ms(100_000),
                 pool: ms(500),
+                pool_of_stream: ms(300),
                 gap: ms(1_500),
                 silence: ms(1_000),
                 answer: ms(1_000),
@@ -1400,6 +1401,39 @@ fn what_nobody_has_seen_a_token_of_waits_for_another_life_of_its_worker() {
         fail Overloaded OVERLOADED: decode worker `d1`: boom
         ";
     check(1, 8, last);
+}
+
+/// The only decode worker of a stream is cut off for a moment.
+#[test]
+fn a_stream_waits_for_its_only_worker_as_long_as_its_gap_may_be() {
+    let broken = DECODING.to_owned()
+        + "
+        > d failed unavailable
+        cancel-decode
+        retry mid-stream migration
+        place not d1 resume 2
+        > placed tried
+        > at 1200
+        place not d1 resume 2
+        > placed nobody
+        ";
+    let back = broken.clone()
+        + "
+        > at 1400
+        place resume 2
+        > placed p1 d1
+        start d1 receive #2 forced [[10, 11]]
+        ";
+    let machine = check(1, 8, &after_split(&back));
+    assert_eq!(machine.failures, 1, "a death is charged, the wait is not");
+    let gone = broken
+        + "
+        > at 1400
+        place resume 2
+        > placed nobody
+        fail Unavailable UNAVAILABLE: decode worker `d1`: boom
+        ";
+    check(1, 8, &after_split(&gone));
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! it out of rotation, silence or a refused connection makes it lost. It comes
 //! back with a growing pause. The same stream tells what its prefix cache holds: all of
 //! it at first, then what changed; after a gap the stream is opened anew. Beside it the
-//! tokenizer is fetched, once per tokenizer hash.
+//! tokenizer is fetched, once per tokenizer hash. One more task looks after lanes between them.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::Ordering;
@@ -27,7 +27,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 
 use super::acknowledging::Acknowledging;
-use super::{Connect, Link, Worker, Workers};
+use super::{Connect, Link, Worker, Workers, cut_lanes};
 use crate::placement::WorkerKey;
 
 /// Parts that a silence is counted in.
@@ -94,6 +94,7 @@ impl Follower {
         let mut view = self.view.clone();
         let mut tasks: JoinSet<()> = JoinSet::new();
         let mut handles: HashMap<WorkerKey, AbortHandle> = HashMap::new();
+        tasks.spawn(cut_lanes::look_after(Arc::clone(&self.workers)));
         loop {
             let latest = Arc::clone(&view.borrow_and_update());
             self.apply(&latest, &mut tasks, &mut handles);

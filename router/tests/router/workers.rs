@@ -736,4 +736,12 @@ impl PrefillWorker for Service {
     ) -> Result<Response<v1::AcknowledgeDrainResponse>, Status> {
         DecodeWorker::acknowledge_drain(self, request).await
     }
+
+    /// This worker has no lanes.
+    async fn probe_lane(
+        &self,
+        _: Request<v1::ProbeLaneRequest>,
+    ) -> Result<Response<v1::ProbeLaneResponse>, Status> {
+        Err(Status::unimplemented("no lanes"))
+    }
 }

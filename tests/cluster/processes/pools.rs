@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_proto::ErrorKind;
+use baton_tests::client::{self, Collector};
 use baton_tests::models;
 use baton_tests::process::{Launcher, Pool};
 use tokio::task::JoinSet;
@@ -90,6 +91,45 @@ async fn prompts_outlive_the_only_decode_worker() {
     while let Some(answered) = waiting.join_next().await {
         answered.unwrap().unwrap();
     }
+    for worker in [&prefill, &decode] {
+        worker.wait_released(Duration::from_secs(2)).await;
+    }
+}
+
+/// The only decode worker dies under a stream, and another life of it comes before the stream's
+/// gap is too long: the client sees one answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stream_outlives_its_only_decode_worker() {
+    let (case, right) = &known(&models::fixture("rand"), 0x9004, 1, 3_000)[0];
+    let launcher = Launcher::start().await;
+    let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
+    let mut dies = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
+    let router = launcher.router(&SPLIT).await;
+    router.wait_workers("rand", (1, 1), SOON).await;
+    let request = client::request(case);
+    let stream = router.grpc().generate(request).await;
+    let mut stream = stream.expect("taken").into_inner();
+    let mut collector = Collector::new(case.sampling.n);
+    while collector.tokens() < 3 {
+        let event = stream.message().await.expect("no failure");
+        collector.take(event.expect("more"));
+    }
+    dies.process.kill().await;
+    let (decode, _) = tokio::join!(launcher.worker(Pool::Decode, "d0", "rand", &[]), async {
+        while let Some(event) = stream.message().await.expect("no failure") {
+            collector.take(event);
+        }
+    });
+    let answer = collector.finish();
+    for (got, right) in answer.choices.iter().zip(right) {
+        assert_eq!(got.tokens, right.tokens);
+        assert_eq!(got.finish, right.finish);
+    }
+    let taken = decode.load().await;
+    assert!(
+        taken.handoffs_total + taken.local_prefills_total > 0,
+        "nothing moved"
+    );
     for worker in [&prefill, &decode] {
         worker.wait_released(Duration::from_secs(2)).await;
     }

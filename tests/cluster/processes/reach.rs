@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use baton_proto::kv_layout::KvDtype;
 use baton_proto::sampling::SamplingParams;
+use baton_tests::link::{Link, Pace};
 use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
 use baton_tests::pace::Stopwatch;
@@ -154,6 +155,7 @@ async fn a_data_address_that_nobody_reaches_is_named_and_left() {
 
         let took = run(&router, &ten(&mut oracle, 100, salt + 10)).await;
         println!("ten more {took:?}");
+        assert_eq!(router.metric("baton_lanes_cut").await, 2.0);
         let now = bad.load().await.local_prefills_total;
         assert_eq!(asked, now, "it is still asked");
         assert_eq!(bad.load().await.handoffs_total, 0);
@@ -180,5 +182,56 @@ async fn a_data_address_that_nobody_reaches_is_named_and_left() {
         for worker in [&p0, &p1, &bad] {
             worker.wait_released(Duration::from_secs(1)).await;
         }
+    }
+}
+
+/// A data port that swallows what it is sent costs one round of requests. It is tried without
+/// requests then, and gets KV again soon after it can be reached.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_data_port_is_used_again_once_it_is_reached() {
+    let model = models::fixture("rand");
+    let mut oracle = Oracle::new(&model, KvDtype::F32);
+    let port = free_port();
+    let link = Link::to(([127, 0, 0, 1], port).into()).await;
+    let listen = format!("--data-listen=127.0.0.1:{port}");
+    let advertise = format!("--data-advertise={}", link.address());
+    let tcp = "--kv-transport=tcp";
+    let launcher = Launcher::start().await;
+    let flags = [POOL, tcp];
+    let of_d0 = [POOL, tcp, &listen, &advertise];
+    let (p0, d0, d1) = tokio::join!(
+        launcher.worker(Pool::Prefill, "p0", "rand", &flags),
+        launcher.worker(Pool::Decode, "d0", "rand", &of_d0),
+        launcher.worker(Pool::Decode, "d1", "rand", &flags),
+    );
+    let router = launcher.router(&SPLIT).await;
+    router.wait_workers("rand", (1, 2), SOON).await;
+    link.set(Pace::Held);
+    run(&router, &ten(&mut oracle, 100, 300)).await;
+    assert_eq!(router.metric("baton_lanes_cut").await, 1.0);
+    let own = d0.load().await.local_prefills_total;
+    assert!(own > 0, "it was not asked");
+    // Tried more than once meanwhile, and not by requests.
+    let (watch, before) = (Stopwatch::start(), link.connections());
+    while link.connections() < before + 2 {
+        assert!(watch.elapsed() < SOON, "nobody tries it");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    run(&router, &ten(&mut oracle, 100, 310)).await;
+    let now = d0.load().await;
+    assert_eq!((now.local_prefills_total, now.handoffs_total), (own, 0));
+
+    link.set(Pace::Free);
+    let watch = Stopwatch::start();
+    while router.metric("baton_lanes_cut").await > 0.0 {
+        assert!(watch.elapsed() < SOON, "it is not used again");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    run(&router, &ten(&mut oracle, 100, 320)).await;
+    let now = d0.load().await;
+    assert_eq!(now.local_prefills_total, own);
+    assert!(now.handoffs_total > 0, "nothing is handed over to it");
+    for worker in [&p0, &d0, &d1] {
+        worker.wait_released(Duration::from_secs(1)).await;
     }
 }
