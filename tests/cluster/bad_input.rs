@@ -582,3 +582,49 @@ async fn a_worker_refuses_another_life_s_work() {
     open.cluster.wait_released(Duration::from_secs(1)).await;
     open.stop().await;
 }
+
+/// Lanes to be tried are checked like those of work, and what cannot be reached is said.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_refuses_to_probe_a_lane_that_is_none() {
+    let open = open("rand").await;
+    let address = open.cluster.cluster.prefill_workers()[0].control_address();
+    let endpoint = tonic::transport::Endpoint::from_shared(format!("http://{address}"));
+    let mut prefill = PrefillWorkerClient::new(endpoint.unwrap().connect_lazy());
+    let closed = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let nobody = closed.local_addr().unwrap().to_string();
+    drop(closed);
+    let lane = |data_address: &str, key: usize| v1::Lane {
+        data_address: data_address.to_owned(),
+        process_token: vec![1; 16],
+        lane_key: vec![1; key],
+        ticket: vec![1; 16],
+        ..v1::Lane::default()
+    };
+    for (lane, kind, field, reason) in [
+        (None, ErrorKind::Invalid, "lane", "INVALID"),
+        (
+            Some(lane(&nobody, 31)),
+            ErrorKind::Invalid,
+            "lane.lane_key",
+            "INVALID",
+        ),
+        (
+            Some(lane("no port", 32)),
+            ErrorKind::Unavailable,
+            "",
+            "DATA_ADDRESS_UNREACHABLE",
+        ),
+        (
+            Some(lane(&nobody, 32)),
+            ErrorKind::Unavailable,
+            "",
+            "HANDOFF_UNREACHABLE",
+        ),
+    ] {
+        let request = v1::ProbeLaneRequest { lane };
+        let error = from_status(&prefill.probe_lane(request).await.unwrap_err());
+        let got = (error.kind, error.field.as_str(), error.reason.as_str());
+        assert_eq!(got, (kind, field, reason), "{error:?}");
+    }
+    open.stop().await;
+}

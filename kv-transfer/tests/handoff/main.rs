@@ -9,6 +9,7 @@ mod hostile;
 mod lending;
 mod moving;
 mod pair;
+mod probing;
 mod relayout;
 mod soak;
 mod tls;
