@@ -601,12 +601,12 @@ async fn a_worker_refuses_to_probe_a_lane_that_is_none() {
         ..v1::Lane::default()
     };
     for (lane, kind, field, reason) in [
-        (None, ErrorKind::Invalid, "lane", "INVALID"),
+        (None, ErrorKind::Invalid, "lane", "INVALID_ARGUMENT"),
         (
             Some(lane(&nobody, 31)),
             ErrorKind::Invalid,
             "lane.lane_key",
-            "INVALID",
+            "INVALID_ARGUMENT",
         ),
         (
             Some(lane("no port", 32)),
