@@ -87,7 +87,7 @@ pub struct Question<'a> {
     pub numerics: Option<NumericsId>,
     /// Whether KV must keep its bits on the way.
     pub exact: bool,
-    /// Ways that KV does not go at present.
+    /// Ways that KV does not go at present, in order.
     pub cut: &'a [Pair],
     /// Chooses among equals; any number.
     pub tie: u64,
@@ -204,8 +204,9 @@ impl Policy for LeastTokens {
             return local(decode);
         }
         let is_cut = |prefill: &Candidate, decode: &Candidate| {
-            let ends = |pair: &Pair| pair.prefill == prefill.key && pair.decode == decode.key;
-            question.cut.iter().any(ends)
+            let wanted = (&prefill.key, &decode.key);
+            let ends = |pair: &Pair| (&pair.prefill, &pair.decode).cmp(&wanted);
+            question.cut.binary_search_by(ends).is_ok()
         };
         let mut cut_off = Vec::new();
         let mut mismatch = None;

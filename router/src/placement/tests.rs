@@ -279,7 +279,8 @@ fn no_prompt_goes_where_its_kv_would_not_come_through() {
             prefill: key(prefill),
             decode: key(decode),
         };
-        let cut: Vec<Pair> = cut.iter().map(pair).collect();
+        let mut cut: Vec<Pair> = cut.iter().map(pair).collect();
+        cut.sort();
         let question = Question {
             query,
             prompt_tokens: 1000,

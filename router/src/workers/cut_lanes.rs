@@ -52,7 +52,7 @@ impl CutLanes {
         self.news.notify_one();
     }
 
-    /// Everything that is cut now.
+    /// Everything that is cut now, in order.
     pub fn all(&self) -> Vec<Pair> {
         self.lock().keys().cloned().collect()
     }
