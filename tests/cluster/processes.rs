@@ -40,6 +40,7 @@
 //! lease; and on a machine that stood still for three seconds, while the router still
 //! took that for the death of every worker.
 
+mod asked;
 mod blind;
 mod deadlines;
 mod deaths;

@@ -1,16 +1,22 @@
 """Stops one thread of a process, by its name, until standard input ends.
 
-A signal stops a whole process; only a tracer can stop one thread of it.
+A signal stops a whole process; only a tracer can stop one thread of it. With a number of
+milliseconds the thread goes on, and stands for that long before and after each of its system
+calls.
 """
 
 import ctypes
 import os
+import signal
 import sys
 import threading
+import time
 
-SEIZE, INTERRUPT = 0x4206, 0x4207
+SEIZE, INTERRUPT, SYSCALL = 0x4206, 0x4207, 24
+ALL_THREADS = 0x40000000
 
-pid, name = sys.argv[1:]
+pid, name = sys.argv[1:3]
+pause_ms = int(sys.argv[3]) if len(sys.argv) > 3 else None
 libc = ctypes.CDLL(None, use_errno=True)
 libc.ptrace.argtypes = [ctypes.c_long] * 4
 
@@ -44,6 +50,14 @@ threading.Thread(target=let_go).start()
 # A thread that ends is not gone before its tracer knows, nor is its process.
 while True:
     try:
-        os.waitpid(threads[0], 0x40000000)
+        _, status = os.waitpid(threads[0], ALL_THREADS)
     except ChildProcessError:
         break
+    if pause_ms is None or not os.WIFSTOPPED(status):
+        continue
+    time.sleep(pause_ms / 1000)
+    stopped_by = os.WSTOPSIG(status)
+    # What is no system call and no other stop of the tracer's is a signal for the thread.
+    is_signal = stopped_by != signal.SIGTRAP and status >> 16 == 0
+    # One that was killed meanwhile is waited for once more.
+    libc.ptrace(SYSCALL, threads[0], 0, stopped_by if is_signal else 0)

@@ -286,11 +286,25 @@ impl Worker {
     /// # Panics
     /// If that is not possible.
     pub async fn hold_engine(&self) -> Held {
+        self.trace_engine(&[]).await
+    }
+
+    /// Makes its engine slow, whatever the machine: it stands for that long before and after
+    /// each of its system calls, of which a step has a few. Until the returned value is dropped.
+    ///
+    /// # Panics
+    /// If that is not possible.
+    pub async fn slow_engine(&self, pause: Duration) -> Held {
+        self.trace_engine(&[pause.as_millis().to_string()]).await
+    }
+
+    async fn trace_engine(&self, pause_ms: &[String]) -> Held {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/hold_thread.py");
         let mut tracer = Command::new("python3")
             .arg(script)
             .arg(self.process.id().to_string())
             .arg("baton-engine")
+            .args(pause_ms)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .kill_on_drop(true)
@@ -375,26 +389,50 @@ impl Worker {
 
     /// Waits until it holds nothing for a request.
     ///
+    /// Only the pauses between two looks count: the worker answers each of them, and on a
+    /// machine where that takes long everything else does.
+    ///
     /// # Panics
     /// If something is still held after `patience`.
     pub async fn wait_released(&self, patience: Duration) {
-        let waited = Stopwatch::start();
+        const PAUSE: Duration = Duration::from_millis(10);
+        let mut waited = Duration::ZERO;
         loop {
             let load = self.load().await;
             if crate::cluster::held(&load) == 0 {
                 return;
             }
             assert!(
-                waited.elapsed() < patience,
+                waited < patience,
                 "`{}` still holds after {patience:?}: {load:?}",
                 self.process.name
             );
-            sleep(Duration::from_millis(10)).await;
+            sleep(PAUSE).await;
+            waited += PAUSE;
         }
+    }
+
+    /// A metric, added up as in [`Worker::metric`], once it stands still. Some are counted a
+    /// moment after what they count.
+    ///
+    /// # Panics
+    /// If it goes on and on.
+    pub async fn settled(&self, name: &str) -> f64 {
+        const PAUSE: Duration = Duration::from_millis(100);
+        let mut last = self.metric(name).await;
+        for _ in 0..PATIENCE.div_duration_f64(PAUSE) as u32 {
+            sleep(PAUSE).await;
+            let now = self.metric(name).await;
+            if now == last {
+                return now;
+            }
+            last = now;
+        }
+        panic!("`{name}` of `{}` never stands still", self.process.name)
     }
 }
 
-/// A thread that stands still. Goes on when this is dropped.
+/// A thread that stands still or is slow. Goes on when this is dropped.
 #[must_use]
 pub struct Held(Child);
 

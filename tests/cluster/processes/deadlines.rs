@@ -15,14 +15,32 @@ use baton_tests::{client, models};
 use tonic::{Code, Request, Status};
 
 use super::probe::probe;
-use crate::grpc_api::ending_at;
+use crate::grpc_api::ended_at;
 
 const SOON: Duration = Duration::from_secs(20);
 const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const POOL_TOKENS: u32 = 2048;
-const TIMEOUT: Duration = Duration::from_millis(400);
-/// 50 ms are promised on an idle machine of four cores.
-const LATE: Duration = Duration::from_millis(500);
+/// 50 ms are promised on an idle machine of four cores; every other timer here is a minute.
+const LATE: Duration = Duration::from_secs(2);
+/// Deadlines that are tried until one passes in the stage that is looked for.
+const TRIES: u32 = 16;
+/// A token's KV takes half a second; pings and their answers pass in between.
+const CRAWL: Pace = Pace::Bytes(1_000);
+
+/// The stages of a request in their order, as an error names them.
+const STAGES: [&str; 7] = [
+    "reserving blocks at a decode worker",
+    "waiting in a decode worker's queue",
+    "asking a prefill worker",
+    "waiting in a prefill worker's queue",
+    "computing the prompt",
+    "handing over to the decode worker",
+    "decoding",
+];
+const QUEUED: usize = 1;
+const COMPUTING: usize = 4;
+const HANDING_OVER: usize = 5;
+const DECODING: usize = 6;
 
 fn request(prompt: u32, salt: u32) -> v1::GenerateRequest {
     let case = Case {
@@ -42,32 +60,63 @@ fn request(prompt: u32, salt: u32) -> v1::GenerateRequest {
     }
 }
 
-/// How it ended, which was by its deadline and in time.
-async fn late(router: &RouterProcess, request: v1::GenerateRequest, timeout: Duration) -> Status {
+/// How it ended: by its deadline, and in time. `None` if it was answered before.
+async fn late(
+    router: &RouterProcess,
+    request: v1::GenerateRequest,
+    timeout: Duration,
+) -> Option<Status> {
     let mut request = Request::new(request);
     let value = format!("{}u", timeout.as_micros());
     let metadata = request.metadata_mut();
     metadata.insert("grpc-timeout", value.parse().unwrap());
     let (watch, started) = (Stopwatch::start(), Instant::now());
-    let status = ending_at(router.grpc, request).await;
+    let status = ended_at(router.grpc, request).await?;
     assert_eq!(status.code(), Code::DeadlineExceeded, "{status}");
     assert!(started.elapsed() >= timeout, "{status}");
     let took = watch.elapsed();
     assert!(took < timeout + LATE, "{took:?} of {timeout:?}: {status}");
-    status
+    Some(status)
 }
 
 /// Nothing is held, and nothing is computed.
 async fn at_rest(workers: [&Worker; 2]) {
-    let mut rows = Vec::new();
-    for _ in 0..2 {
-        for worker in workers {
-            worker.wait_released(Duration::from_secs(1)).await;
-            rows.push(worker.metric("baton_batch_tokens_sum").await);
-        }
-        tokio::time::sleep(Duration::from_millis(100)).await;
+    for worker in workers {
+        worker.wait_released(Duration::from_secs(1)).await;
+        worker.settled("baton_batch_tokens_sum").await;
     }
-    assert_eq!(rows[..2], rows[2..], "somebody still computes");
+}
+
+/// Requests, their deadlines longer or shorter, until one passes in this stage.
+struct Search<'a> {
+    router: &'a RouterProcess,
+    salt: u32,
+}
+
+impl Search<'_> {
+    async fn passes_in(&mut self, stage: usize, prompt: u32, first: Duration) {
+        let mut timeout = first;
+        let mut seen = Vec::new();
+        for _ in 0..TRIES {
+            self.salt += 1;
+            let status = late(self.router, request(prompt, self.salt), timeout).await;
+            let at = status.as_ref().map_or(STAGES.len(), |status| {
+                let named = |stage: &&str| status.message().ends_with(&format!("while {stage}"));
+                // Before it was placed anywhere.
+                STAGES.iter().position(|stage| named(&stage)).unwrap_or(0)
+            });
+            if at == stage {
+                return;
+            }
+            seen.push((timeout, at));
+            if at < stage {
+                timeout *= 2;
+            } else {
+                timeout = timeout * 2 / 3;
+            }
+        }
+        panic!("no deadline passed while {}: {seen:?}", STAGES[stage]);
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -92,50 +141,29 @@ async fn a_deadline_passes_in_every_stage() {
     let router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (1, 1), SOON).await;
 
-    // In decode, half way of what a whole answer needs.
-    let watch = Stopwatch::start();
-    let stream = router.grpc().generate(request(40, 0)).await;
-    let mut stream = stream.unwrap().into_inner();
-    while stream.message().await.unwrap().is_some() {}
-    let status = late(&router, request(40, 1), watch.elapsed() / 2).await;
-    assert!(status.message().contains("while decoding"), "{status}");
+    let mut search = Search {
+        router: &router,
+        salt: 0,
+    };
+    let half_a_second = Duration::from_millis(500);
+    search.passes_in(DECODING, 40, half_a_second).await;
+    at_rest(both).await;
+    let short = Duration::from_millis(100);
+    search.passes_in(COMPUTING, 1500, short).await;
+    at_rest(both).await;
+    data.set(CRAWL);
+    search.passes_in(HANDING_OVER, 40, half_a_second).await;
     at_rest(both).await;
 
-    // In prefill: how long that takes is found out.
-    let mut timeout = Duration::from_millis(50);
-    let mut tries = 2..10;
-    loop {
-        let salt = tries.next().expect("a deadline in the middle of a prefill");
-        let status = late(&router, request(1500, salt), timeout).await;
-        at_rest(both).await;
-        let message = status.message();
-        if message.contains("computing the prompt") {
-            break;
-        }
-        let early = ["reserving", "asking", "queue"];
-        if early.iter().any(|stage| message.contains(stage)) {
-            timeout *= 2;
-        } else {
-            timeout /= 2;
-        }
-    }
-
-    // In the transfer, and then in the queue behind one whose transfer stands still.
-    data.set(Pace::Held);
-    let status = late(&router, request(40, 14), TIMEOUT).await;
-    assert!(status.message().contains("handing over"), "{status}");
-    at_rest(both).await;
-    let ahead = router.grpc().generate(request(40, 15)).await;
+    // In the queue, behind one whose prompt is not computed before its client leaves.
+    data.set(Pace::Free);
+    let held = prefill.hold_engine().await;
+    let ahead = router.grpc().generate(request(40, 100)).await;
     let mut ahead = ahead.unwrap().into_inner();
     ahead.message().await.unwrap().expect("accepted");
-    let status = late(&router, request(40, 16), TIMEOUT).await;
-    assert!(
-        status.message().contains("decode worker's queue"),
-        "{status}"
-    );
-    drop(ahead);
+    search.passes_in(QUEUED, 40, half_a_second).await;
+    drop((ahead, held));
     at_rest(both).await;
-    data.set(Pace::Free);
 
     // On arrival: nobody is asked.
     let asked = async || {
@@ -145,7 +173,8 @@ async fn a_deadline_passes_in_every_stage() {
         [of_prefill, of_decode, of_router]
     };
     let before = asked().await;
-    late(&router, request(40, 17), Duration::ZERO).await;
+    let status = late(&router, request(40, 101), Duration::ZERO).await;
+    assert!(status.is_some());
     assert_eq!(asked().await, before);
     probe(&router, &models::fixture("rand"), &both, POOL_TOKENS).await;
 }

@@ -12,7 +12,6 @@ use baton_tests::client::Collector;
 use baton_tests::front::PrefillFront;
 use baton_tests::link::Link;
 use baton_tests::oracle::Oracle;
-use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
 use baton_tests::{client, models};
 use futures::future::join_all;
@@ -32,19 +31,13 @@ fn known(oracle: &mut Oracle, first: u32, salt: u32, tokens: u32) -> Known {
     greedy(oracle, std::iter::once(first).chain(rest).collect(), tokens)
 }
 
-/// Runs them all at once; how long each took.
-async fn run(router: &RouterProcess, cases: &[Known]) -> Vec<Duration> {
-    let asked = cases.iter().map(|one| async {
-        let watch = Stopwatch::start();
-        ask(router.grpc(), "rand", one).await.unwrap();
-        watch.elapsed()
-    });
-    let times = tokio::time::timeout(SOON, join_all(asked)).await;
-    times.expect("nobody waits for what has failed")
-}
-
-fn longest(times: &[Duration]) -> Duration {
-    *times.iter().max().expect("there are some")
+/// Runs them all at once. They are answered within a third of what the shortest timer takes.
+async fn run(router: &RouterProcess, cases: &[Known]) {
+    let asked = cases.iter().map(|one| ask(router.grpc(), "rand", one));
+    let answers = tokio::time::timeout(SOON, join_all(asked)).await;
+    for answer in answers.expect("nobody waits for what has failed") {
+        answer.expect("an answer");
+    }
 }
 
 /// Both prefill workers fail these prompts. The decode worker that had reserved for them
@@ -79,30 +72,29 @@ async fn prompts_that_prefill_workers_fail_hold_nobody_up() {
             .collect()
     };
     let healthy = [cases(8, 0, 100), cases(8, 10, 100)];
-    let usual = longest(&run(&router, &healthy[0]).await);
+    run(&router, &healthy[0]).await;
+    let local = async || {
+        let loads = [d0.load().await, d1.load().await];
+        loads
+            .map(|load| load.local_prefills_total)
+            .iter()
+            .sum::<u64>()
+    };
+    assert_eq!(local().await, 0);
     let handed = |load: baton_proto::v1::Load| load.handoffs_total;
     let before = handed(d0.load().await) + handed(d1.load().await);
 
     let bad = cases(REFUSED, 20, 4);
-    let (times, followers) = tokio::join!(run(&router, &bad), async {
+    tokio::join!(run(&router, &bad), async {
         tokio::time::sleep(Duration::from_millis(10)).await;
-        run(&router, &healthy[1]).await
+        run(&router, &healthy[1]).await;
     });
-    println!("usual {usual:?}, failed {times:?}, followers {followers:?}");
-    assert!(
-        longest(&times) < Duration::from_secs(1) + usual,
-        "{times:?}"
-    );
-    assert!(
-        longest(&followers) < 2 * usual + Duration::from_secs(1),
-        "{followers:?}, usually {usual:?}"
-    );
     // None of the bad ones was handed over, and each of the others.
     let after = handed(d0.load().await) + handed(d1.load().await);
     assert_eq!(after - before, 8);
+    assert_eq!(local().await, bad.len() as u64);
     for decode in [&d0, &d1] {
         decode.wait_released(Duration::from_secs(1)).await;
-        assert!(decode.load().await.local_prefills_total > 0);
     }
     probe(&router, &model, &[&p0, &p1, &d0, &d1], POOL_TOKENS).await;
 }
@@ -127,7 +119,7 @@ async fn a_decode_worker_that_refuses_connections_costs_no_request() {
     let router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (1, 2), SOON).await;
     let cases: Vec<Known> = (0..8).map(|salt| known(&mut oracle, 8, salt, 60)).collect();
-    let usual = longest(&run(&router, &cases).await);
+    run(&router, &cases).await;
     assert!(d0.load().await.handoffs_total > 0);
 
     // Some are between their two halves when it happens.
@@ -142,20 +134,17 @@ async fn a_decode_worker_that_refuses_connections_costs_no_request() {
         running.push((stream.into_inner(), Collector::new(1), right));
     }
     drop(link);
-    let watch = Stopwatch::start();
-    let times = run(&router, &cases).await;
-    println!("usual {usual:?}, now {times:?}");
-    assert!(
-        longest(&times) < usual + Duration::from_secs(2),
-        "{times:?}"
-    );
+    run(&router, &cases).await;
     for (mut stream, mut collector, right) in running {
-        while let Some(event) = stream.message().await.unwrap() {
-            collector.take(event);
-        }
+        let rest = async {
+            while let Some(event) = stream.message().await.unwrap() {
+                collector.take(event);
+            }
+        };
+        let rest = tokio::time::timeout(SOON, rest).await;
+        rest.expect("it goes on at the other one");
         assert_eq!(collector.finish().choices[0].tokens, right[0].tokens);
     }
-    assert!(watch.elapsed() < Duration::from_secs(10));
     p.wait_released(Duration::from_secs(1)).await;
     d0.wait_released(Duration::from_secs(1)).await;
     router.wait_workers("rand", (1, 1), SOON).await;

@@ -12,6 +12,17 @@ use super::{SPLIT, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
 
+/// Waits for what stays once it has come.
+async fn until(what: &str, has_come: impl AsyncFn() -> bool) {
+    let waiting = async {
+        while !has_come().await {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    let waited = tokio::time::timeout(SOON, waiting).await;
+    waited.unwrap_or_else(|_| panic!("not within {SOON:?}: {what}"));
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_wait_for_a_decode_worker_to_be_there() {
     let cases = known(&models::fixture("rand"), 0x9001, 6, 16);
@@ -28,10 +39,9 @@ async fn requests_wait_for_a_decode_worker_to_be_there() {
     }
     leaves.process.terminate();
     assert_eq!(leaves.process.exit_code().await, 0);
-    for router in [&patient, &hasty] {
-        while router.http().get("/readyz").await.status != 503 {
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
+    for router in [&patient, &hasty, &short] {
+        let known = async || router.http().get("/readyz").await.status == 503;
+        until("a router knows that nobody decodes", known).await;
     }
     let refused = ask(hasty.grpc(), "rand", &cases[0]).await.unwrap_err();
     assert_eq!(refused.kind, ErrorKind::Unavailable);
@@ -47,9 +57,8 @@ async fn requests_wait_for_a_decode_worker_to_be_there() {
         waiting.spawn(async move { ask(door, "rand", &cases[index]).await });
     }
     // All of them wait: none is refused, and none could have been answered.
-    while patient.metric("baton_requests_in_flight").await < 6.0 {
-        tokio::time::sleep(Duration::from_millis(20)).await;
-    }
+    let all = async || patient.metric("baton_requests_in_flight").await >= 6.0;
+    until("six requests wait", all).await;
     assert!(waiting.try_join_next().is_none());
     let decode = launcher.worker(Pool::Decode, "d1", "rand", &[]).await;
     while let Some(answered) = waiting.join_next().await {
@@ -72,21 +81,22 @@ async fn prompts_outlive_the_only_decode_worker() {
     let mut dies = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
     // Long enough for no stage to end before the worker does.
     let router = launcher
-        .router(&[SPLIT[0], "--handoff-timeout-ms=20000"])
+        .router(&[SPLIT[0], "--handoff-timeout-ms=60000"])
         .await;
     router.wait_workers("rand", (1, 1), SOON).await;
-    // Prompts that are not computed: accepted by the decode worker, no token made.
-    prefill.process.freeze();
+    // Prompts that are not computed: accepted by both workers, no token made. The prefill
+    // worker as a whole goes on, or the decode worker would soon compute them.
+    let held = prefill.hold_engine().await;
     let mut waiting = JoinSet::new();
     for index in 0..cases.len() {
         let (door, cases) = (router.grpc(), std::sync::Arc::clone(&cases));
         waiting.spawn(async move { ask(door, "rand", &cases[index]).await });
     }
-    while dies.load().await.requests_running < cases.len() as u32 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
+    let all = async || dies.load().await.requests_running >= cases.len() as u32;
+    until("the decode worker has taken all of them", all).await;
+    assert!(waiting.try_join_next().is_none(), "nobody computes them");
     dies.process.kill().await;
-    prefill.process.thaw();
+    drop(held);
     let decode = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
     while let Some(answered) = waiting.join_next().await {
         answered.unwrap().unwrap();
@@ -153,7 +163,8 @@ async fn without_a_prefill_worker_prompts_are_computed_or_refused() {
     assert_eq!(refused.reason, "NO_PREFILL_WORKER");
     assert!(refused.retry_after.is_some());
     let counted = r#"baton_requests_total{code="UNAVAILABLE",reason="no_prefill"}"#;
-    assert_eq!(refusing.metric(counted).await, 1.0);
+    let once = async || refusing.metric(counted).await == 1.0;
+    until("it is counted, once", once).await;
     let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
     refusing.wait_workers("rand", (1, 1), SOON).await;
     ask(refusing.grpc(), "rand", &cases[1]).await.unwrap();

@@ -8,17 +8,20 @@ use std::time::Duration;
 
 use baton_proto::kv_layout::KvDtype;
 use baton_proto::sampling::SamplingParams;
-use baton_tests::client::{self, Collector};
 use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
 use baton_tests::pace::Stopwatch;
-use baton_tests::process::{Launcher, Pool};
+use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 
+use super::asked::Asked;
 use super::place::Place;
-use super::{SPLIT, ask, known};
+use super::{ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
 const ROUNDS: u32 = 12;
+/// Prompts of a round; the first one is caught but for a machine that stands still.
+const TRIES: u32 = 10;
+const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const FLAGS: [&str; 1] = ["--kv-transport=shared-memory"];
 /// Long enough to be caught while it is computed.
 const PROMPT: u32 = 2000;
@@ -58,6 +61,43 @@ fn named() -> Vec<String> {
     names.filter(|name| name.contains("baton")).collect()
 }
 
+fn case(salt: u32) -> Case {
+    let at = |at: u32| 6 + (at * 7 + salt * 47 + at * salt) % 290;
+    Case {
+        prompt: (0..PROMPT).map(at).collect(),
+        sampling: SamplingParams {
+            temperature: 0.0,
+            max_tokens: 4,
+            ignore_eos: true,
+            ..SamplingParams::default()
+        },
+    }
+}
+
+/// A request whose prompt is computed, and not yet half of it, with the handoffs before it. A machine that stood still may be
+/// through with it at the next look; then another one is asked.
+async fn caught(
+    router: &RouterProcess,
+    [prefill, decode]: [&Worker; 2],
+    round: u32,
+) -> (Case, Asked, u64) {
+    for again in 0..TRIES {
+        let handed = decode.load().await.handoffs_total;
+        let case = case(round * TRIES + again);
+        let mut asked = Asked::new(router, &case).await;
+        let waited = Stopwatch::start();
+        while !asked.has_token().await {
+            let left = prefill.load().await.prefill_tokens_waiting;
+            if (1..PROMPT / 2).contains(&left) {
+                return (case, asked, handed);
+            }
+            assert!(waited.elapsed() < SOON, "nothing is computed");
+        }
+        asked.rest().await.expect("no failure");
+    }
+    panic!("round {round}: {TRIES} prompts were computed unseen");
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn twelve_deaths_in_the_middle_of_a_handoff_leave_one_segment_and_no_more() {
     let model = models::fixture("rand");
@@ -66,7 +106,7 @@ async fn twelve_deaths_in_the_middle_of_a_handoff_leave_one_segment_and_no_more(
     let mut prefill = Place::new(Pool::Prefill, "p0", &FLAGS);
     let mut decode = Place::new(Pool::Decode, "d0", &FLAGS);
     tokio::join!(prefill.start(&launcher), decode.start(&launcher));
-    let router = launcher.router(&SPLIT).await;
+    let router = launcher.router(&PATIENT).await;
     let mut usual = None;
     let mut half_way = 0;
     for round in 0..ROUNDS {
@@ -77,49 +117,20 @@ async fn twelve_deaths_in_the_middle_of_a_handoff_leave_one_segment_and_no_more(
         }
         // Through the pool of the prefill worker that lives now, by shared memory alone.
         let now = decode.worker().load().await.handoffs_total;
-        assert_eq!(now - handed, cases.len() as u64, "round {round}");
+        assert!(now > handed, "round {round}: nothing is handed over");
         let ids = [&prefill, &decode].map(|place| place.worker().process.id());
         let held: Vec<u64> = segments(&ids).into_values().collect();
         assert_eq!(held.len(), 1, "round {round}: {held:?}");
         assert_eq!(*usual.get_or_insert_with(|| held.clone()), held);
         assert_eq!(named(), Vec::<String>::new());
 
-        let before = decode.worker().load().await.handoffs_total;
-        let at = |at: u32| 6 + (at * 7 + round * 47 + at * round) % 290;
-        let case = Case {
-            prompt: (0..PROMPT).map(at).collect(),
-            sampling: SamplingParams {
-                temperature: 0.0,
-                max_tokens: 4,
-                ignore_eos: true,
-                ..SamplingParams::default()
-            },
-        };
-        let request = client::request(&case);
-        let mut stream = router.grpc().generate(request).await.unwrap().into_inner();
-        let waited = Stopwatch::start();
-        loop {
-            let left = prefill.worker().load().await.prefill_tokens_waiting;
-            if (1..PROMPT / 2).contains(&left) {
-                break;
-            }
-            assert!(
-                waited.elapsed() < SOON,
-                "round {round}: nothing is computed"
-            );
-        }
-        let ended = async |stream: &mut tonic::Streaming<_>| {
-            let mut collector = Collector::new(1);
-            while let Some(event) = stream.message().await? {
-                collector.take(event);
-            }
-            Ok::<_, tonic::Status>(collector.finish())
-        };
+        let workers = [prefill.worker(), decode.worker()];
+        let (case, asked, before) = caught(&router, workers, round).await;
         if round.is_multiple_of(2) {
             prefill.kill().await;
             half_way += u32::from(decode.worker().load().await.handoffs_total == before);
             // The decode worker computes it, and has the segment no more.
-            let answer = ended(&mut stream).await.unwrap();
+            let answer = asked.rest().await.unwrap();
             let right = Oracle::new(&model, KvDtype::F32).run(&case);
             assert_eq!(answer.choices[0].tokens, right[0].tokens);
             let waited = Stopwatch::start();
@@ -132,7 +143,7 @@ async fn twelve_deaths_in_the_middle_of_a_handoff_leave_one_segment_and_no_more(
             decode.kill().await;
             decode.start(&launcher).await;
             // It waited for a decode worker, or was told that it had lost it.
-            match ended(&mut stream).await {
+            match asked.rest().await {
                 Ok(answer) => {
                     let right = Oracle::new(&model, KvDtype::F32).run(&case);
                     assert_eq!(answer.choices[0].tokens, right[0].tokens);
