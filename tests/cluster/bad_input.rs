@@ -86,7 +86,7 @@ async fn refused(open: &OpenCluster, path: &str, body: &Value, param: &str) -> V
     let message = error["message"].as_str().unwrap();
     assert!(message.len() < 1000, "{shown}: {} bytes", message.len());
     // 50 ms are promised on an idle machine.
-    assert!(took < Duration::from_millis(500), "{shown}: {took:?}");
+    assert!(took < Duration::from_secs(2), "{shown}: {took:?}");
     error
 }
 

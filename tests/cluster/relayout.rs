@@ -13,6 +13,7 @@ use baton_tests::client::{self, Answer};
 use baton_tests::cluster::{Setup, TestCluster};
 use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
+use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool};
 use futures::future::join_all;
 use rand::rngs::StdRng;
@@ -23,6 +24,9 @@ use crate::processes;
 
 /// The ends of spans and blocks of all sizes, and their neighbours.
 const LENGTHS: [usize; 13] = [1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 129];
+
+/// No timer sends a prompt another way here.
+const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
@@ -171,7 +175,7 @@ async fn processes_of_other_block_sizes_and_types_hand_over() {
     let p = launcher.worker(Pool::Prefill, "p32", "rand", &["--block-size=32"]);
     let d = launcher.worker(Pool::Decode, "d16", "rand", &[]);
     let (prefill, same_bits) = tokio::join!(p, d);
-    let router = launcher.router(&processes::SPLIT).await;
+    let router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (1, 1), PATIENCE * 4).await;
     for one in known.iter() {
         processes::ask(router.grpc(), "rand", one).await.unwrap();
@@ -184,6 +188,11 @@ async fn processes_of_other_block_sizes_and_types_hand_over() {
     let mut same_bits = same_bits;
     same_bits.process.terminate();
     assert_eq!(same_bits.process.exit_code().await, 0);
+    let waited = Stopwatch::start();
+    while router.http().get("/readyz").await.status != 503 {
+        assert!(waited.elapsed() < PATIENCE * 4, "it does not see it go");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     let flags = ["--kv-dtype=int8"];
     let other_bits = launcher.worker(Pool::Decode, "d8", "rand", &flags).await;
     router.wait_workers("rand", (1, 1), PATIENCE * 4).await;
