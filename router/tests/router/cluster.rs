@@ -30,8 +30,14 @@ pub struct Cluster {
 
 impl Cluster {
     pub async fn start(change: impl FnOnce(&mut RouterConfig)) -> Self {
+        // A machine that stands still for a while is no worker's death, and no reason to end
+        // a stream; who tests such bounds sets them.
         let mut config = RouterConfig {
             drain_ms: 100,
+            worker_silence_ms: 10_000,
+            worker_lost_ms: 20_000,
+            answer_timeout_ms: 30_000,
+            stream_gap_ms: 30_000,
             ..RouterConfig::default()
         };
         change(&mut config);

@@ -243,9 +243,9 @@ async fn a_deadline_holds_wherever_the_request_is() {
             ..request(100, 2000)
         };
         let mut wrapped = Request::new(uncached);
-        wrapped.set_timeout(Duration::from_millis(300));
+        wrapped.set_timeout(Duration::from_millis(1_000));
         // The timer of tonic's client would hide what the server does.
-        let deadline = "300m".parse().unwrap();
+        let deadline = "1000m".parse().unwrap();
         wrapped.metadata_mut().insert("grpc-timeout", deadline);
         let begun = Instant::now();
         let mut stream = cluster
@@ -263,8 +263,9 @@ async fn a_deadline_holds_wherever_the_request_is() {
         };
         let took = begun.elapsed();
         assert_eq!(status.code(), Code::DeadlineExceeded, "{stage}: {status:?}");
-        assert!(took >= Duration::from_millis(299), "{stage}: {took:?}");
-        assert!(took < Duration::from_millis(350 + 150), "{stage}: {took:?}");
+        assert!(took >= Duration::from_millis(999), "{stage}: {took:?}");
+        // Less than 50 ms later on an idle machine, and sooner than any other timer here.
+        assert!(took < Duration::from_secs(5), "{stage}: {took:?}");
         until("both workers stopped", || {
             [&p, &d]
                 .iter()
@@ -277,7 +278,7 @@ async fn a_deadline_holds_wherever_the_request_is() {
     let told = starts
         .iter()
         .filter_map(|start| start.work.as_ref()?.deadline_ms);
-    assert!(told.clone().count() == 3 && told.clone().all(|ms| ms <= 300));
+    assert!(told.clone().count() == 3 && told.clone().all(|ms| ms <= 1_000));
     // One that has passed on arrival is refused without work.
     let mut late = CallContext::new(Tenant::new("default"));
     late.deadline = Some(late.received);
@@ -370,7 +371,7 @@ async fn health_and_reflection_answer_and_follow_readiness() {
     let mut d = cluster.worker("d1", Role::Decode).await;
     let mut health = tonic_health::pb::health_client::HealthClient::new(cluster.channel());
     let mut status = async |service: &str, wanted: ServingStatus| {
-        for _ in 0..300 {
+        for _ in 0..1000 {
             let request = tonic_health::pb::HealthCheckRequest {
                 service: service.into(),
             };
@@ -418,21 +419,24 @@ async fn health_and_reflection_answer_and_follow_readiness() {
 
 #[tokio::test]
 async fn a_draining_router_finishes_what_it_has_and_takes_nothing_new() {
-    let mut cluster = Cluster::start(|c| c.drain_ms = 200).await;
+    let mut cluster = Cluster::start(|c| c.drain_ms = 2_000).await;
     let d = cluster.worker("d1", Role::Decode).await;
     d.script.set(Act::Slowly(Duration::from_millis(10)));
     let frontend = cluster.frontend.clone();
     let short = tokio::spawn({
         let frontend = frontend.clone();
-        async move { call(&frontend, request(10, 5)).await }
+        async move { call(&frontend, request(10, 30)).await }
     });
     let long = tokio::spawn({
         let frontend = frontend.clone();
         async move { call(&frontend, request(10, 1000)).await }
     });
-    until("both run", || d.script.running.load(Ordering::Relaxed) == 2).await;
+    until("both were begun", || {
+        d.script.starts.lock().unwrap().len() == 2
+    })
+    .await;
     cluster.shut_down().await;
-    assert_eq!(short.await.unwrap().usage().completion_tokens, 5);
+    assert_eq!(short.await.unwrap().usage().completion_tokens, 30);
     let long = long.await.unwrap();
     assert_eq!(long.failed().reason, "DRAINING");
     assert!(!long.ids[0].is_empty());

@@ -15,7 +15,7 @@ async fn a_long_prompt_goes_through_both_pools() {
     let p = cluster.worker("p1", Role::Prefill).await;
     let d = cluster.worker("d1", Role::Decode).await;
     // Slow enough that P's word on its cache is heard before the end.
-    d.script.set(Act::Slowly(Duration::from_millis(2)));
+    d.script.set(Act::Slowly(Duration::from_millis(30)));
     let outcome = cluster.run(request(100, 30)).await;
     assert_eq!(outcome.error, None);
     assert_eq!(outcome.text, [alphabet(0, 30)]);
@@ -299,8 +299,12 @@ async fn load_is_shared_between_equal_workers() {
         cluster.worker("d1", Role::Decode).await,
         cluster.worker("d2", Role::Decode).await,
     ];
+    // Long enough for all of them to be there together.
+    for worker in &p {
+        worker.script.set(Act::Slowly(Duration::from_millis(500)));
+    }
     for worker in &d {
-        worker.script.set(Act::Slowly(Duration::from_millis(2)));
+        worker.script.set(Act::Slowly(Duration::from_millis(20)));
     }
     let prompts: Vec<_> = (0..16)
         .map(|i| {

@@ -41,6 +41,8 @@ pub enum Act {
     Well,
     /// Waits this long before each token (D) or before the first one (P).
     Slowly(Duration),
+    /// D: stands still after this many tokens.
+    HoldAfter(u32),
     /// Refuses at once.
     Refuse(Error),
     /// Takes the call and never answers.
@@ -465,6 +467,9 @@ impl Service {
                 if script.act() == Act::BreakAfter(sent) {
                     let _ = events.send(Err(unavailable("the power went out"))).await;
                     return;
+                }
+                if script.act() == Act::HoldAfter(sent) {
+                    std::future::pending::<()>().await;
                 }
                 let id = match script.act() {
                     Act::Lie => u32::from(b'!'),
