@@ -7,7 +7,6 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 use std::time::Duration;
 
-use baton_router::RouterConfig;
 use baton_tests::cluster::Setup;
 use baton_tests::doors::OpenCluster;
 use baton_tests::{models, process};
@@ -79,7 +78,7 @@ async fn run_script(open: &OpenCluster, part: &str) {
 }
 
 async fn open(fixture: &str) -> OpenCluster {
-    let mut router = RouterConfig::default();
+    let mut router = Setup::default().router;
     router.api_keys.insert("key-a".into(), "a".into());
     let setup = Setup {
         router,

@@ -17,7 +17,7 @@ async fn keys_let_in_and_tenants_share_no_cache() {
                 .into_iter()
                 .map(|(key, tenant)| (key.to_owned(), tenant.to_owned()))
                 .collect(),
-            ..RouterConfig::default()
+            ..Setup::default().router
         },
         ..Setup::default()
     };

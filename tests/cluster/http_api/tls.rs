@@ -77,7 +77,7 @@ async fn open(tls: TlsSettings) -> OpenCluster {
     let setup = Setup {
         router: RouterConfig {
             tls,
-            ..RouterConfig::default()
+            ..Setup::default().router
         },
         ..Setup::default()
     };

@@ -103,7 +103,7 @@ impl Search<'_> {
             let at = status.as_ref().map_or(STAGES.len(), |status| {
                 let named = |stage: &&str| status.message().ends_with(&format!("while {stage}"));
                 // Before it was placed anywhere.
-                STAGES.iter().position(|stage| named(&stage)).unwrap_or(0)
+                STAGES.iter().position(named).unwrap_or(0)
             });
             if at == stage {
                 return;

@@ -110,12 +110,14 @@ async fn prompts_outlive_the_only_decode_worker() {
 /// gap is too long: the client sees one answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stream_outlives_its_only_decode_worker() {
-    let (case, right) = &known(&models::fixture("rand"), 0x9004, 1, 3_000)[0];
+    let (case, right) = &known(&models::fixture("rand"), 0x9004, 1, 500)[0];
     let launcher = Launcher::start().await;
     let prefill = launcher.worker(Pool::Prefill, "p0", "rand", &[]).await;
     let mut dies = launcher.worker(Pool::Decode, "d0", "rand", &[]).await;
     let router = launcher.router(&SPLIT).await;
     router.wait_workers("rand", (1, 1), SOON).await;
+    // It is not through before it dies, whoever stands still meanwhile.
+    let slow = dies.slow_engine(Duration::from_millis(10)).await;
     let request = client::request(case);
     let stream = router.grpc().generate(request).await;
     let mut stream = stream.expect("taken").into_inner();
@@ -125,6 +127,7 @@ async fn a_stream_outlives_its_only_decode_worker() {
         collector.take(event.expect("more"));
     }
     dies.process.kill().await;
+    drop(slow);
     let (decode, _) = tokio::join!(launcher.worker(Pool::Decode, "d0", "rand", &[]), async {
         while let Some(event) = stream.message().await.expect("no failure") {
             collector.take(event);
