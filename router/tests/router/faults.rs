@@ -173,7 +173,8 @@ async fn choices_outlive_their_decode_worker_each_at_its_own_length() {
 
 #[tokio::test]
 async fn the_only_decode_worker_dying_ends_the_stream_with_its_name() {
-    let mut cluster = Cluster::start(|_| {}).await;
+    // As long as the stream waits for another worker.
+    let mut cluster = Cluster::start(|c| c.stream_gap_ms = 1_000).await;
     let mut d = cluster.worker("d1", Role::Decode).await;
     d.script.set(Act::Slowly(Duration::from_millis(10)));
     let context = CallContext::new(Tenant::new("default"));
