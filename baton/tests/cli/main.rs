@@ -16,8 +16,10 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-/// From start to ready, with a model this small.
-const READY_MAX: Duration = Duration::from_secs(3);
+/// From start to ready, with a model this small: a second at most on an idle machine.
+const READY_MAX: Duration = Duration::from_secs(15);
+/// From SIGTERM to the end of a process that has nothing to wait for.
+const ENDS_WITHIN: Duration = Duration::from_secs(20);
 
 fn fixture(name: &str) -> String {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures");
@@ -605,7 +607,7 @@ fn up_answers_the_command_it_prints_and_drains_on_sigterm() {
     // Twice at once, as `timeout` sends it: one wish to stop, not two.
     up.terminate();
     up.terminate();
-    let log = up.ends(Duration::from_secs(5));
+    let log = up.ends(ENDS_WITHIN);
     assert_says(&log, &["draining"]);
     for line in log.lines() {
         let line: serde_json::Value = serde_json::from_str(line).unwrap();
@@ -615,14 +617,14 @@ fn up_answers_the_command_it_prints_and_drains_on_sigterm() {
 
 #[test]
 fn sigterm_lets_a_running_stream_finish() {
-    let up = Up::start(&["--log", "warn"]);
+    let up = Up::start(&["--log", "warn", "--drain-ms", "60000"]);
     let body = r#"{"model":"rand","prompt":"the river","stream":true,"max_tokens":2000,
         "ignore_eos":true,"stream_options":{"include_usage":true}}"#;
     let mut curl = Command::new("curl")
         .args([
             "-sN",
             "--max-time",
-            "30",
+            "60",
             "-H",
             "content-type: application/json",
             "-d",
@@ -642,5 +644,5 @@ fn sigterm_lets_a_running_stream_finish() {
     assert!(curl.wait().unwrap().success());
     assert!(said.trim_end().ends_with("data: [DONE]"), "cut off: {said}");
     assert_says(&said, &["\"completion_tokens\":2000"]);
-    up.ends(Duration::from_secs(5));
+    up.ends(ENDS_WITHIN);
 }

@@ -7,13 +7,14 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 
-use crate::{Up, shell};
+use crate::{ENDS_WITHIN, Up, shell};
 
-/// The status of one request; 0 if there was no answer within two seconds.
-fn ask(up: &Up) -> u32 {
+/// The status of one request; 0 if there was no answer within so many seconds.
+fn ask(up: &Up, seconds: u32) -> u32 {
     let body = r#"{"model":"rand","prompt":"the river","max_tokens":4}"#;
     let answer = Command::new("curl")
-        .args(["-s", "-o", "/dev/null", "--max-time", "2", "-d", body])
+        .args(["-s", "-o", "/dev/null", "-d", body])
+        .args(["--max-time", &seconds.to_string()])
         .args(["-w", "%{http_code}", "-H", "content-type: application/json"])
         .arg(format!("{}/v1/completions", up.http))
         .stdin(Stdio::null())
@@ -26,16 +27,16 @@ fn ask(up: &Up) -> u32 {
 fn a_full_disk_for_logs_costs_nothing_but_the_lines() {
     let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
     let up = Up::logging_to(Stdio::from(full), &["--log", "debug"]);
-    assert_eq!(ask(&up), 200);
-    assert_eq!(ask(&up), 200);
+    assert_eq!(ask(&up, 20), 200);
+    assert_eq!(ask(&up, 20), 200);
     up.terminate();
-    up.ends(Duration::from_secs(5));
+    up.ends(ENDS_WITHIN);
 }
 
 #[test]
 fn without_free_descriptors_it_waits_for_some() {
     let up = Up::start(&["--log", "warn"]);
-    assert_eq!(ask(&up), 200);
+    assert_eq!(ask(&up, 20), 200);
     let pid = Pid::from_child(&up.child);
     let folder = format!("/proc/{}/fd", pid.as_raw_nonzero());
     let taken = std::fs::read_dir(&folder).unwrap().map(|entry| {
@@ -55,10 +56,10 @@ fn without_free_descriptors_it_waits_for_some() {
     let crowd: Vec<TcpStream> = (0..100)
         .map(|_| TcpStream::connect(&address).unwrap())
         .collect();
-    assert_eq!(ask(&up), 0, "there was a descriptor left");
+    assert_eq!(ask(&up, 2), 0, "there was a descriptor left");
     drop(crowd);
     let free = Instant::now();
-    while ask(&up) != 200 {
+    while ask(&up, 5) != 200 {
         assert!(
             free.elapsed() < Duration::from_secs(60),
             "it does not recover"
@@ -70,6 +71,6 @@ fn without_free_descriptors_it_waits_for_some() {
     );
     assert_eq!(shell(&ready), "200");
     up.terminate();
-    let log = up.ends(Duration::from_secs(5));
+    let log = up.ends(ENDS_WITHIN);
     assert!(log.contains("no connection can be accepted"), "{log}");
 }

@@ -25,7 +25,7 @@ async fn held_half_way(pair: &Pair) -> (Ticket, baton_kv_transfer::sender::Trans
     // What got through before the hold has been read once nothing changes any more.
     let mut seen = pair.snapshot();
     loop {
-        tokio::time::sleep(Duration::from_millis(20)).await;
+        tokio::time::sleep(Duration::from_millis(100)).await;
         let now = pair.snapshot();
         if now == seen {
             return (ticket, transfer);
@@ -47,10 +47,9 @@ async fn nothing_is_written_after_a_revoke_although_the_frame_goes_on() {
         let sent = pair.proxy().bytes();
         pair.proxy().release();
         until("the rest of the frame came in", || {
-            pair.receiver.statistics().bytes_scratched > scratched
+            pair.proxy().bytes() > sent && pair.receiver.statistics().bytes_scratched > scratched
         })
         .await;
-        assert!(pair.proxy().bytes() > sent);
         assert_eq!(
             transfer.commit(Bytes::new()).await,
             CommitOutcome::Refused(Refusal::Fenced)
