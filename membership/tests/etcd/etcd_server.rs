@@ -3,6 +3,7 @@
 //! Killed by its process id when dropped. Its heartbeat and election times are
 //! short, so that it starts fast and grants a TTL of one second.
 
+use std::ops::Range;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
@@ -206,7 +207,7 @@ impl EtcdServer {
     async fn is_up(&mut self) -> bool {
         let started = Instant::now();
         let options = self.options().with_timeout(Duration::from_millis(500));
-        while started.elapsed() < Duration::from_secs(10) {
+        while started.elapsed() < Duration::from_secs(30) {
             if self
                 .process
                 .as_mut()
@@ -236,10 +237,10 @@ impl Drop for EtcdServer {
     }
 }
 
+/// A port that nobody comes to by chance while its etcd is down: systems hand out those above.
 fn free_port() -> u16 {
-    std::net::TcpListener::bind("127.0.0.1:0")
-        .unwrap()
-        .local_addr()
-        .unwrap()
-        .port()
+    const PORTS: Range<u16> = 12_000..32_000;
+    let unused = |port: &u16| std::net::TcpListener::bind(("127.0.0.1", *port)).is_ok();
+    let mut random = std::iter::repeat_with(|| rand::random_range(PORTS));
+    random.find(unused).expect("numbers do not end")
 }
