@@ -24,7 +24,7 @@ fn pair() -> Pair {
 fn connect(pair: &Pair) -> TcpStream {
     let stream = TcpStream::connect(pair.port.as_ref().unwrap().local_address()).unwrap();
     stream
-        .set_read_timeout(Some(Duration::from_secs(5)))
+        .set_read_timeout(Some(Duration::from_secs(15)))
         .unwrap();
     stream
 }
@@ -122,7 +122,7 @@ async fn strangers_are_dropped_within_the_hello_time_and_told_nothing() {
         stream.write_all(said).unwrap();
         let started = Instant::now();
         assert_eq!(read_to_close(&stream), b"", "{said:?}");
-        assert!(started.elapsed() < Duration::from_secs(10), "{said:?}");
+        assert!(started.elapsed() < Duration::from_secs(15), "{said:?}");
     }
     assert_serves(&mut pair).await;
 }
