@@ -86,12 +86,16 @@ use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::{Error, v1};
 use baton_tests::client::{self, Collector};
 use baton_tests::oracle::{Case, Oracle, Output};
-use baton_tests::process::RouterProcess;
+use baton_tests::process::{Brake, Held, RouterProcess, Worker};
 use baton_tests::transcript::Transcript;
+use futures::future::join_all;
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
+
+/// As [`SPLIT`], and nobody is given up because a machine is slow.
+pub const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 
 /// What a router of these tests is started with: every prompt through the prefill pool.
 pub const SPLIT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=2000"];
@@ -153,6 +157,87 @@ pub async fn whole(router: &RouterProcess, request: &v1::GenerateRequest, n: u32
         seen.take(event);
     }
     seen
+}
+
+/// Ready to stop the engines of these workers at once.
+pub struct Brakes<'a>(Vec<(&'a Worker, Brake)>);
+
+impl<'a> Brakes<'a> {
+    pub async fn of(workers: &'a [Worker]) -> Self {
+        let brakes = workers.iter().map(async |worker| {
+            let brake = worker.brake().await;
+            (worker, brake)
+        });
+        Self(join_all(brakes).await)
+    }
+
+    /// Which of the workers has a request, with its engine held in the middle of it. The others
+    /// go on. `None` if none has one any more.
+    pub async fn pull(self) -> Option<(usize, Held)> {
+        let pulled = self.0.into_iter().map(async |(worker, brake)| {
+            let held = brake.pull().await;
+            (worker.load().await.requests_running > 0, held)
+        });
+        let mut busy = None;
+        for (at, (has_one, held)) in join_all(pulled).await.into_iter().enumerate() {
+            match has_one && busy.is_none() {
+                true => busy = Some((at, held)),
+                false => held.release().await,
+            }
+        }
+        busy
+    }
+}
+
+/// A stream that is in its middle for certain: its worker's engine stands still.
+struct Midway {
+    seen: Transcript,
+    stream: tonic::Streaming<v1::GenerateEvent>,
+    /// Which of the workers has it.
+    at: usize,
+    held: Held,
+}
+
+impl Midway {
+    /// Runs a request until so many tokens of it were seen. Nothing else may run on the workers.
+    async fn start(
+        router: &RouterProcess,
+        request: &v1::GenerateRequest,
+        tokens: usize,
+        workers: &[Worker],
+    ) -> Self {
+        let n = request.sampling.as_ref().and_then(|sampling| sampling.n);
+        for _ in 0..20 {
+            let brakes = Brakes::of(workers).await;
+            let mut seen = Transcript::new(n.unwrap_or(1));
+            let stream = router.narrow().generate(request.clone()).await;
+            let mut stream = stream.unwrap().into_inner();
+            while seen.tokens() < tokens {
+                seen.take(stream.message().await.unwrap().expect("it goes on"));
+            }
+            if let Some((at, held)) = brakes.pull().await {
+                return Self {
+                    seen,
+                    stream,
+                    at,
+                    held,
+                };
+            }
+            // The worker was done with it before anybody looked.
+            drop(stream);
+            for worker in workers {
+                worker.wait_released(RELEASED_WITHIN).await;
+            }
+        }
+        panic!("no worker is ever found with the request");
+    }
+}
+
+/// Reads a stream to its end.
+async fn read_on(stream: &mut tonic::Streaming<v1::GenerateEvent>, seen: &mut Transcript) {
+    while let Some(event) = stream.message().await.unwrap() {
+        seen.take(event);
+    }
 }
 
 /// Runs a request over gRPC. Whatever arrives before a failure must be right as well.

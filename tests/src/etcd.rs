@@ -145,7 +145,7 @@ impl EtcdServer {
     pub async fn workers(&self) -> Option<Vec<(WorkerRecord, i64)>> {
         let mut client = self.client().await;
         let get = client.get(WORKERS, Some(GetOptions::new().with_prefix()));
-        let answer = timeout(Duration::from_secs(1), get).await.ok()?.ok()?;
+        let answer = timeout(Duration::from_secs(5), get).await.ok()?.ok()?;
         let read = |kv: &etcd_client::KeyValue| {
             let record = WorkerRecord::from_json(kv.value()).ok()?;
             Some((record, kv.lease()))

@@ -1,4 +1,5 @@
-"""Stops one thread of a process, by its name, until standard input ends.
+"""Stops one thread of a process, by its name: is ready for it first, stops it when a line comes,
+and lets it go on when standard input ends.
 
 A signal stops a whole process; only a tracer can stop one thread of it. With a number of
 milliseconds the thread goes on, and stands for that long before and after each of its system
@@ -26,18 +27,9 @@ def ptrace(request, thread):
         sys.exit(f"ptrace {request:#x}: {os.strerror(ctypes.get_errno())}")
 
 
-def comm(thread):
-    with open(f"/proc/{pid}/task/{thread}/comm") as file:
+def of(thread, what):
+    with open(f"/proc/{pid}/task/{thread}/{what}") as file:
         return file.read().strip()
-
-
-threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
-threads = [thread for thread in threads if comm(thread) == name]
-if len(threads) != 1:
-    sys.exit(f"{len(threads)} threads are called {name}")
-ptrace(SEIZE, threads[0])
-ptrace(INTERRUPT, threads[0])
-print("held", flush=True)
 
 
 def let_go():
@@ -46,6 +38,18 @@ def let_go():
     os._exit(0)
 
 
+threads = [int(thread) for thread in os.listdir(f"/proc/{pid}/task")]
+threads = [thread for thread in threads if of(thread, "comm") == name]
+if len(threads) != 1:
+    sys.exit(f"{len(threads)} threads are called {name}")
+print("ready", flush=True)
+if not sys.stdin.readline():
+    sys.exit()
+ptrace(SEIZE, threads[0])
+ptrace(INTERRUPT, threads[0])
+while of(threads[0], "stat").rpartition(")")[2].split()[0] != "t":
+    pass
+print("held", flush=True)
 threading.Thread(target=let_go).start()
 # A thread that ends is not gone before its tracer knows, nor is its process.
 while True:

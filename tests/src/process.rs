@@ -16,7 +16,7 @@ use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::v1::prefill_worker_client::PrefillWorkerClient;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
-use tokio::io::{AsyncBufReadExt as _, BufReader, Lines};
+use tokio::io::{AsyncBufReadExt as _, AsyncWriteExt as _, BufReader, Lines};
 use tokio::process::{Child, ChildStdout, Command};
 use tokio::time::{sleep, timeout};
 use tonic::transport::{Channel, Endpoint};
@@ -202,6 +202,30 @@ impl Process {
         std::fs::read_to_string(&self.log).unwrap_or_default()
     }
 
+    /// Lines of its log that contain this.
+    pub fn told(&self, part: &str) -> usize {
+        self.log()
+            .lines()
+            .filter(|line| line.contains(part))
+            .count()
+    }
+
+    /// Waits until so many lines of its log contain this.
+    ///
+    /// # Panics
+    /// If it does not come to that.
+    pub async fn wait_told(&self, part: &str, lines: usize) {
+        let waited = Stopwatch::start();
+        while self.told(part) < lines {
+            assert!(
+                waited.elapsed() < PATIENCE,
+                "`{}` does not say `{part}` {lines} times",
+                self.name
+            );
+            sleep(Duration::from_millis(10)).await;
+        }
+    }
+
     /// The fields of the first line of its log with this message, which may still come: a
     /// moment that is over when somebody looks is told there.
     ///
@@ -280,12 +304,11 @@ impl Worker {
         Http::new(self.admin)
     }
 
-    /// Stops the thread of its engine, and no other one, until the returned value is
-    /// dropped.
+    /// Gets ready to stop the thread of its engine, and no other one, at once.
     ///
     /// # Panics
     /// If that is not possible.
-    pub async fn hold_engine(&self) -> Held {
+    pub async fn brake(&self) -> Brake {
         self.trace_engine(&[]).await
     }
 
@@ -295,10 +318,11 @@ impl Worker {
     /// # Panics
     /// If that is not possible.
     pub async fn slow_engine(&self, pause: Duration) -> Held {
-        self.trace_engine(&[pause.as_millis().to_string()]).await
+        let pause_ms = pause.as_millis().to_string();
+        self.trace_engine(&[pause_ms]).await.pull().await
     }
 
-    async fn trace_engine(&self, pause_ms: &[String]) -> Held {
+    async fn trace_engine(&self, pause_ms: &[String]) -> Brake {
         let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/hold_thread.py");
         let mut tracer = Command::new("python3")
             .arg(script)
@@ -310,10 +334,21 @@ impl Worker {
             .kill_on_drop(true)
             .spawn()
             .expect("python3");
-        let out = tracer.stdout.take().expect("standard output");
-        let said = BufReader::new(out).lines().next_line().await;
-        assert_eq!(said.expect("text").as_deref(), Some("held"));
-        Held(tracer)
+        let said = tracer.stdout.take().expect("standard output");
+        let mut brake = Brake {
+            tracer,
+            said: BufReader::new(said).lines(),
+        };
+        brake.expect("ready").await;
+        brake
+    }
+
+    /// Stops the thread of its engine until the returned value is dropped.
+    ///
+    /// # Panics
+    /// If that is not possible.
+    pub async fn hold_engine(&self) -> Held {
+        self.brake().await.pull().await
     }
 
     /// Its metrics as they are scraped.
@@ -366,24 +401,26 @@ impl Worker {
     }
 
     /// Stops its engine while it has a request, so that it has it until the returned value is
-    /// released. Requests must come meanwhile, or run long.
+    /// released. Requests must come meanwhile.
     ///
     /// # Panics
-    /// If it gets none.
+    /// If none comes.
     pub async fn hold_busy_engine(&self) -> Held {
         let waited = Stopwatch::start();
         loop {
-            let held = self.hold_engine().await;
+            let brake = self.brake().await;
+            while self.load().await.requests_running == 0 {
+                assert!(
+                    waited.elapsed() < PATIENCE,
+                    "`{}` gets no requests",
+                    self.process.name
+                );
+            }
+            let held = brake.pull().await;
             if self.load().await.requests_running > 0 {
                 return held;
             }
             held.release().await;
-            assert!(
-                waited.elapsed() < PATIENCE,
-                "`{}` gets no requests",
-                self.process.name
-            );
-            sleep(Duration::from_millis(5)).await;
         }
     }
 
@@ -432,6 +469,30 @@ impl Worker {
     }
 }
 
+/// What stops an engine's thread at once.
+pub struct Brake {
+    tracer: Child,
+    said: Lines<BufReader<ChildStdout>>,
+}
+
+impl Brake {
+    async fn expect(&mut self, word: &str) {
+        let said = self.said.next_line().await;
+        assert_eq!(said.expect("text").as_deref(), Some(word));
+    }
+
+    /// Stops it; returns when it stands.
+    ///
+    /// # Panics
+    /// If that is not possible.
+    pub async fn pull(mut self) -> Held {
+        let order = self.tracer.stdin.as_mut().expect("standard input");
+        order.write_all(b"\n").await.expect("the tracer runs");
+        self.expect("held").await;
+        Held(self.tracer)
+    }
+}
+
 /// A thread that stands still or is slow. Goes on when this is dropped.
 #[must_use]
 pub struct Held(Child);
@@ -459,12 +520,19 @@ impl RouterProcess {
         Http::new(self.http)
     }
 
+    fn endpoint(&self) -> Endpoint {
+        Endpoint::from_shared(format!("http://{}", self.grpc)).expect("an address")
+    }
+
     /// A client of the gRPC door.
-    ///
-    /// # Panics
-    /// If the address is malformed, which it is not.
     pub fn grpc(&self) -> InferenceClient<Channel> {
-        let endpoint = Endpoint::from_shared(format!("http://{}", self.grpc)).expect("an address");
+        InferenceClient::new(self.endpoint().connect_lazy())
+    }
+
+    /// A client that is sent little before it reads: a long stream that it does not read stays
+    /// in its middle here.
+    pub fn narrow(&self) -> InferenceClient<Channel> {
+        let endpoint = self.endpoint().initial_stream_window_size(1 << 10);
         InferenceClient::new(endpoint.connect_lazy())
     }
 
@@ -475,6 +543,26 @@ impl RouterProcess {
         text.lines()
             .find_map(|line| line.strip_prefix(name)?.strip_prefix(' ')?.parse().ok())
             .unwrap_or(0.0)
+    }
+
+    /// Waits until a sample is this: a request's end is counted when its client may have it
+    /// already.
+    ///
+    /// # Panics
+    /// If it does not become that.
+    pub async fn wait_metric(&self, name: &str, value: f64) {
+        let waited = Stopwatch::start();
+        loop {
+            let now = self.metric(name).await;
+            if now == value {
+                return;
+            }
+            assert!(
+                waited.elapsed() < PATIENCE,
+                "`{name}` is {now}, not {value}"
+            );
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// Waits until a model has this many workers, prefill and decode.

@@ -5,13 +5,16 @@ use std::time::Duration;
 
 use baton_proto::v1;
 use baton_tests::models;
+use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
-use baton_tests::transcript::{Transcript, demanding};
+use baton_tests::transcript::demanding;
 use futures::future::join_all;
 
-use super::{SPLIT, Traffic, ask, known, whole};
+use super::{Midway, RELEASED_WITHIN, SPLIT, Traffic, ask, known, read_on, whole};
 
 const SOON: Duration = Duration::from_secs(20);
+/// No lease ends while its worker stands still.
+const LEASE: &str = "--etcd-ttl-s=60";
 
 async fn cluster(prefill: u32, decode: u32) -> (Launcher, Vec<Worker>, RouterProcess) {
     let launcher = Launcher::start().await;
@@ -21,7 +24,7 @@ async fn cluster(prefill: u32, decode: u32) -> (Launcher, Vec<Worker>, RouterPro
         .collect();
     let workers = names
         .iter()
-        .map(|(pool, name)| launcher.worker(*pool, name, "rand", &[]));
+        .map(|(pool, name)| launcher.worker(*pool, name, "rand", &[LEASE]));
     let workers = join_all(workers).await;
     let router = launcher.router(&SPLIT).await;
     router.wait_workers("rand", (prefill, decode), SOON).await;
@@ -34,30 +37,22 @@ async fn a_frozen_decode_workers_streams_move_and_it_comes_back() {
     let decode = &workers[1..];
     let (_, request) = demanding(3_000).remove(0);
     let right = whole(&router, &request, 1).await;
-    let mut client = router.grpc();
-    let mut seen = Transcript::new(1);
-    let mut stream = client.generate(request).await.unwrap().into_inner();
-    while seen.tokens() < 20 {
-        seen.take(stream.message().await.unwrap().unwrap());
-    }
-    let mut busy = None;
-    for worker in decode {
-        if worker.load().await.requests_running > 0 {
-            busy = Some(worker);
-        }
-    }
-    let busy = busy.expect("one has the request");
+    let Midway {
+        mut seen,
+        mut stream,
+        at,
+        held,
+    } = Midway::start(&router, &request, 20, decode).await;
+    let busy = &decode[at];
     busy.process.freeze();
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
-    }
+    read_on(&mut stream, &mut seen).await;
     seen.assert_same(&right, "over a frozen decode worker");
     let moved = "baton_migrations_total{result=\"ok\"}";
-    assert_eq!(router.metric(moved).await, 1.0);
+    router.wait_metric(moved, 1.0).await;
     // The decode pool is blamed, and it alone: new requests go through the prefill pool.
     router.wait_workers("rand", (1, 1), SOON).await;
     let lost = |role: &str| format!("baton_pool_members{{worker_role=\"{role}\",state=\"lost\"}}");
-    assert_eq!(router.metric(&lost("decode")).await, 1.0);
+    router.wait_metric(&lost("decode"), 1.0).await;
     assert_eq!(router.metric(&lost("prefill")).await, 0.0);
     let cases = known(&models::fixture("rand"), 0xf0, 6, 16);
     for one in cases.iter() {
@@ -65,9 +60,10 @@ async fn a_frozen_decode_workers_streams_move_and_it_comes_back() {
     }
     assert_eq!(workers[0].load().await.local_prefills_total, 0);
     busy.process.thaw();
+    held.release().await;
     router.wait_workers("rand", (1, 2), SOON).await;
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(3)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
     for one in cases.iter() {
         ask(router.grpc(), "rand", one).await.unwrap();
@@ -84,7 +80,7 @@ async fn a_frozen_prefill_worker_costs_time_and_no_request() {
     traffic.wait_answered(12).await;
     router.wait_workers("rand", (1, 1), SOON).await;
     let lost = |role: &str| format!("baton_pool_members{{worker_role=\"{role}\",state=\"lost\"}}");
-    assert_eq!(router.metric(&lost("prefill")).await, 1.0);
+    router.wait_metric(&lost("prefill"), 1.0).await;
     assert_eq!(router.metric(&lost("decode")).await, 0.0);
     // Nothing was taken from the decode worker.
     for result in ["ok", "failed"] {
@@ -94,15 +90,15 @@ async fn a_frozen_prefill_worker_costs_time_and_no_request() {
     workers[0].process.thaw();
     router.wait_workers("rand", (2, 1), SOON).await;
     let before = workers[0].load().await.handoffs_total;
-    traffic.wait_answered(12).await;
-    assert!(
-        workers[0].load().await.handoffs_total > before,
-        "it gets work"
-    );
+    let waited = Stopwatch::start();
+    while workers[0].load().await.handoffs_total == before {
+        assert!(waited.elapsed() < SOON, "it gets no work");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     let failures = traffic.stop().await;
     assert!(failures.is_empty(), "{failures:?}");
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(3)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 }
 
@@ -111,22 +107,22 @@ async fn a_frozen_prefill_worker_costs_time_and_no_request() {
 async fn the_only_worker_may_stand_still_for_a_moment() {
     let (_launcher, workers, router) = cluster(0, 1).await;
     let (_, request) = demanding(3_000).remove(0);
-    let mut seen = Transcript::new(1);
-    let mut client = router.grpc();
-    let mut stream = client.generate(request).await.unwrap().into_inner();
-    while seen.tokens() < 20 {
-        seen.take(stream.message().await.unwrap().unwrap());
-    }
+    let mut midway = Midway::start(&router, &request, 20, &workers).await;
     workers[0].process.freeze();
-    tokio::time::sleep(Duration::from_millis(1_700)).await;
     // Out of rotation, and not given up.
-    let models = router.grpc().list_models(v1::ListModelsRequest {}).await;
-    assert_eq!(models.unwrap().into_inner().models, []);
-    workers[0].process.thaw();
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
+    let waited = Stopwatch::start();
+    loop {
+        let models = router.grpc().list_models(v1::ListModelsRequest {}).await;
+        if models.unwrap().into_inner().models.is_empty() {
+            break;
+        }
+        assert!(waited.elapsed() < SOON, "its silence is not heard");
+        tokio::time::sleep(Duration::from_millis(20)).await;
     }
-    assert_eq!(seen.tokens(), 3_000);
+    workers[0].process.thaw();
+    midway.held.release().await;
+    read_on(&mut midway.stream, &mut midway.seen).await;
+    assert_eq!(midway.seen.tokens(), 3_000);
     let moved = "baton_migrations_total{result=\"ok\"}";
     assert_eq!(router.metric(moved).await, 0.0);
 }

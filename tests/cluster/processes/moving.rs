@@ -5,13 +5,14 @@ use std::time::Duration;
 
 use baton_proto::v1;
 use baton_tests::http::{Event, Streamed};
-use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
+use baton_tests::pace::Stopwatch;
+use baton_tests::process::{Held, Launcher, Pool, RouterProcess, Worker};
 use baton_tests::transcript::{Transcript, demanding, with_stop};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use serde_json::{Value, json};
 
-use super::{SPLIT, whole};
+use super::{Brakes, Midway, RELEASED_WITHIN, SPLIT, read_on, whole};
 
 const SOON: Duration = Duration::from_secs(20);
 const TOKENS: u32 = 1_500;
@@ -44,15 +45,10 @@ impl Pair {
         }
     }
 
-    /// Kills the decode worker that has a request; which one it was.
-    async fn kill_the_busy_one(&mut self) -> usize {
-        for index in 0..self.decode.len() {
-            if self.decode[index].load().await.requests_running > 0 {
-                self.decode[index].process.kill().await;
-                return index;
-            }
-        }
-        panic!("no decode worker has the request any more");
+    /// Kills the decode worker whose engine is held.
+    async fn kill(&mut self, at: usize, held: Held) {
+        self.decode[at].process.kill().await;
+        drop(held);
     }
 
     async fn replace(&mut self, index: usize) {
@@ -65,7 +61,7 @@ impl Pair {
 
     async fn assert_migrations(&self, count: f64) {
         let moved = "baton_migrations_total{result=\"ok\"}";
-        assert_eq!(self.router.metric(moved).await, count);
+        self.router.wait_metric(moved, count).await;
         let conflicts = self.router.metric("baton_token_conflicts_total").await;
         assert_eq!(conflicts, 0.0);
     }
@@ -87,20 +83,14 @@ async fn a_stream_whose_decode_worker_dies_is_the_undisturbed_stream() {
         let right = whole(&pair.router, request, n).await;
         for _ in 0..2 {
             let at = random.random_range(1..300);
-            let mut seen = Transcript::new(n);
-            let mut client = pair.router.grpc();
-            let mut stream = client.generate(request.clone()).await.unwrap().into_inner();
-            let mut died = None;
-            while let Some(event) = stream.message().await.unwrap() {
-                seen.take(event);
-                if died.is_none() && seen.tokens() >= at {
-                    died = Some(pair.kill_the_busy_one().await);
-                }
-            }
+            let midway = Midway::start(&pair.router, request, at, &pair.decode).await;
+            let (mut seen, mut stream, busy) = (midway.seen, midway.stream, midway.at);
+            pair.kill(busy, midway.held).await;
+            read_on(&mut stream, &mut seen).await;
             seen.assert_same(&right, &format!("{name}, killed at {at}"));
             moved += 1.0;
             pair.assert_migrations(moved).await;
-            pair.replace(died.expect("killed")).await;
+            pair.replace(busy).await;
         }
     }
 }
@@ -133,13 +123,21 @@ async fn http_streams_outlive_their_decode_worker() {
         let is_chat = path.contains("chat");
         let read = |events: &[Event]| Streamed::read(events, is_chat, n, true);
         let right = read(&pair.router.http().stream(path, &body).await.collect().await);
-        let mut stream = pair.router.http().stream(path, &body).await;
-        let (mut events, mut died) = (Vec::new(), None);
+        let (mut stream, mut events, busy, held) = loop {
+            let brakes = Brakes::of(&pair.decode).await;
+            let mut stream = pair.router.http().stream(path, &body).await;
+            let mut events = Vec::new();
+            while events.len() < 90 {
+                events.push(stream.next().await.expect("it goes on"));
+            }
+            if let Some((busy, held)) = brakes.pull().await {
+                break (stream, events, busy, held);
+            }
+            // The worker was done with it before anybody looked.
+        };
+        pair.kill(busy, held).await;
         while let Some(event) = stream.next().await {
             events.push(event);
-            if died.is_none() && events.len() >= 90 {
-                died = Some(pair.kill_the_busy_one().await);
-            }
         }
         let got = read(&events);
         for choice in 0..n {
@@ -161,7 +159,7 @@ async fn http_streams_outlive_their_decode_worker() {
         assert_eq!(tokens(&got), tokens(&right));
         moved += 1.0;
         pair.assert_migrations(moved).await;
-        pair.replace(died.expect("killed")).await;
+        pair.replace(busy).await;
     }
 }
 
@@ -189,41 +187,63 @@ async fn with_only_other_arithmetic_left_an_exact_stream_ends_and_says_so() {
     router.wait_workers("rand", (0, 1), SOON).await;
     let (_, request) = demanding(TOKENS).remove(0);
     let right = whole(&router, &request, 1).await;
+    // KV in other numbers: the same model and revision, another numerics id. It stands still
+    // until both streams are where they are to be.
+    let flags = ["--kv-dtype=f16"];
+    let other = launcher.worker(Pool::Decode, "d1", "rand", &flags).await;
+    router.wait_workers("rand", (0, 2), SOON).await;
+    other.process.freeze();
+    router.wait_workers("rand", (0, 1), SOON).await;
     let ask = async |exact: bool| {
         let request = v1::GenerateRequest {
             exact: Some(exact),
             ..request.clone()
         };
-        let mut client = router.grpc();
-        let mut stream = client.generate(request).await.unwrap().into_inner();
-        let mut seen = Transcript::new(1);
-        while seen.tokens() < 20 {
-            seen.take(stream.message().await.unwrap().unwrap());
-        }
-        (stream, seen)
+        let stream = router.narrow().generate(request).await.unwrap();
+        (stream.into_inner(), Transcript::new(1))
     };
-    let (mut strict, mut strict_seen) = ask(true).await;
-    let (mut lenient, mut lenient_seen) = ask(false).await;
-    // KV in other numbers: the same model and revision, another numerics id.
-    let _other = launcher
-        .worker(Pool::Decode, "d1", "rand", &["--kv-dtype=f16"])
-        .await;
-    router.wait_workers("rand", (0, 2), SOON).await;
+    let (mut strict, mut lenient, held) = loop {
+        let brake = exact.brake().await;
+        let (mut strict, mut lenient) = tokio::join!(ask(true), ask(false));
+        for (stream, seen) in [&mut strict, &mut lenient] {
+            while seen.tokens() < 20 {
+                seen.take(stream.message().await.unwrap().expect("it goes on"));
+            }
+        }
+        let held = brake.pull().await;
+        if exact.load().await.requests_running == 2 {
+            break (strict, lenient, held);
+        }
+        held.release().await;
+        // One of them was over before anybody looked.
+        drop((strict, lenient));
+        exact.wait_released(RELEASED_WITHIN).await;
+    };
+    other.process.thaw();
+    let waited = Stopwatch::start();
+    loop {
+        let cluster = router.http().get("/cluster").await.json();
+        let mut workers = cluster["workers"].as_array().expect("workers").iter();
+        if workers.any(|worker| worker["id"] == "d1" && worker["state"] == "ready") {
+            break;
+        }
+        assert!(waited.elapsed() < SOON, "`d1` is not back: {cluster}");
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
     exact.process.kill().await;
+    drop(held);
     let error = loop {
-        match strict.message().await {
-            Ok(Some(event)) => strict_seen.take(event),
+        match strict.0.message().await {
+            Ok(Some(event)) => strict.1.take(event),
             Ok(None) => panic!("it ended well"),
             Err(status) => break baton_proto::status::from_status(&status),
         }
     };
     assert_eq!(error.reason, "LAYOUT_MISMATCH", "{error:?}");
     assert_eq!(error.field, "numerics_id");
-    assert!(strict_seen.completed.is_none());
-    let got = &strict_seen.choices[0].ids;
+    assert!(strict.1.completed.is_none());
+    let got = &strict.1.choices[0].ids;
     assert_eq!(right.choices[0].ids[..got.len()], got[..]);
-    while let Some(event) = lenient.message().await.unwrap() {
-        lenient_seen.take(event);
-    }
-    assert_eq!(lenient_seen.tokens(), TOKENS as usize);
+    read_on(&mut lenient.0, &mut lenient.1).await;
+    assert_eq!(lenient.1.tokens(), TOKENS as usize);
 }

@@ -10,29 +10,27 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use baton_tests::models;
-use baton_tests::pace::Stopwatch;
+use baton_tests::pace::{Stopwatch, crowded};
 use baton_tests::process::{Launcher, Pool};
 use futures::future::join_all;
 use tokio::net::TcpListener;
 use tokio::task::JoinHandle;
 
 use super::place::Place;
-use super::{Traffic, ask, known};
+use super::{PATIENT, RELEASED_WITHIN, Traffic, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 /// Deaths of each of the two; with two of each kind the tests of deaths have more.
 const CYCLES_ALONE: usize = 10;
 const CYCLES_OF_TWO: usize = 5;
 const WIDTH: usize = 3;
 /// From a life's readiness to the end of the first request after it.
-const SERVES_WITHIN: Duration = Duration::from_secs(2);
-/// 1.75 s by themselves, on a machine that may be crowded.
-const FORGOTTEN_WITHIN: Duration = Duration::from_secs(4);
+const SERVES_WITHIN: Duration = crowded(Duration::from_secs(2));
+const FORGOTTEN_WITHIN: Duration = crowded(Duration::from_millis(1_750));
 /// Of the handoffs of one death.
 const KNOCKS_MAX: usize = 30;
 /// Far below what a handoff may take.
-const NOBODY_WAITS: Duration = Duration::from_secs(15);
+const NOBODY_WAITS: Duration = Duration::from_secs(30);
 
 /// Who still knocks at the data port of a life that is over, and how long after its end.
 struct Former {
@@ -116,7 +114,7 @@ async fn cycles(count: usize, (prefill, decode): (u32, u32), seed: u64) -> usize
     }
     former.iter().for_each(Former::assert_forgotten);
     for place in &places {
-        place.worker().wait_released(Duration::from_secs(3)).await;
+        place.worker().wait_released(RELEASED_WITHIN).await;
     }
     for one in cases.iter() {
         ask(router.grpc(), "rand", one).await.unwrap();

@@ -12,7 +12,7 @@ use futures::future::join_all;
 use serde_json::{Value, json};
 use tonic::transport::Channel;
 
-use super::SPLIT;
+use super::{RELEASED_WITHIN, SPLIT};
 
 const SOON: Duration = Duration::from_secs(20);
 /// Long enough to be in the middle of it when the router dies.
@@ -69,7 +69,7 @@ async fn a_router_killed_mid_stream_costs_its_clients_nothing() {
         let mut dying = router(&launcher).await;
         let mut seen = Transcript::new(n);
         let mut stream = dying
-            .grpc()
+            .narrow()
             .generate(request.clone())
             .await
             .unwrap()
@@ -94,7 +94,7 @@ async fn a_router_killed_mid_stream_costs_its_clients_nothing() {
         whole(other.grpc(), resumed, &mut seen).await;
         seen.assert_same(&right, &format!("{name}, {way:?}"));
         for worker in &workers {
-            worker.wait_released(Duration::from_secs(2)).await;
+            worker.wait_released(RELEASED_WITHIN).await;
         }
     }
     assert_eq!(other.metric("baton_token_conflicts_total").await, 0.0);
@@ -175,7 +175,7 @@ async fn http_clients_of_a_killed_router_go_on_at_another_one() {
         assert!(read_http(&other, path, &body, &mut got, usize::MAX).await.1);
         assert_eq!(got, right, "{path}");
         for worker in &workers {
-            worker.wait_released(Duration::from_secs(2)).await;
+            worker.wait_released(RELEASED_WITHIN).await;
         }
     }
 }
@@ -197,7 +197,7 @@ async fn a_frozen_routers_attempt_is_fenced_and_its_blocks_come_back() {
     whole(other.grpc(), request.clone(), &mut right).await;
     let mut seen = Transcript::new(1);
     let mut stream = frozen
-        .grpc()
+        .narrow()
         .generate(request.clone())
         .await
         .unwrap()
@@ -213,7 +213,7 @@ async fn a_frozen_routers_attempt_is_fenced_and_its_blocks_come_back() {
     whole(other.grpc(), resumed, &mut seen).await;
     seen.assert_same(&right, "resumed beside a frozen router");
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(2)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
     frozen.process.thaw();
     // The older stream says that it is over, unless its router had all of it already.

@@ -8,19 +8,18 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use baton_proto::status::from_status;
 use baton_proto::v1::inference_client::InferenceClient;
 use baton_proto::{Error, ErrorKind, v1};
-use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 use baton_tests::transcript::{Transcript, Way};
 use baton_tests::{client, models};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 
-use super::{Known, SPLIT, known};
+use super::{Known, RELEASED_WITHIN, SPLIT, known};
 
 const SOON: Duration = Duration::from_secs(20);
 const CLIENTS: usize = 6;
@@ -90,7 +89,7 @@ async fn ask_any(
 async fn read(
     mut stream: tonic::Streaming<v1::GenerateEvent>,
     seen: &mut Transcript,
-    gap: &mut Option<Stopwatch>,
+    gap: &mut Option<Instant>,
     seen_by_all: &Seen,
 ) -> Result<(), Error> {
     loop {
@@ -99,7 +98,7 @@ async fn read(
                 let before = seen.tokens();
                 seen.take(event);
                 if seen.tokens() > before
-                    && let Some(gap) = gap.replace(Stopwatch::start())
+                    && let Some(gap) = gap.replace(Instant::now())
                 {
                     let ms = gap.elapsed().as_millis() as u64;
                     seen_by_all.longest_gap_ms.fetch_max(ms, Ordering::Relaxed);
@@ -239,13 +238,13 @@ async fn a_rolling_restart_of_everything_costs_no_request_and_no_token() {
          longest gap {gap} ms"
     );
     assert!(failures.is_empty(), "{failures:?}");
-    // Something was going on when routers went. Whether a stream is moved or ends before that is
-    // a matter of milliseconds here; `leaving` has streams that must be.
+    // Somebody comes to each router all the time, also while it is away. Whether a stream is moved
+    // or ends before that is a matter of milliseconds here; `leaving` has streams that must be.
     assert!(breaks > 0);
     for router in &routers {
         assert_eq!(router.metric("baton_token_conflicts_total").await, 0.0);
     }
     for place in &places {
-        place.worker.wait_released(Duration::from_secs(2)).await;
+        place.worker.wait_released(RELEASED_WITHIN).await;
     }
 }

@@ -7,9 +7,11 @@ use baton_tests::models;
 use baton_tests::process::{Launcher, Pool, wait_listed};
 use futures::future::join_all;
 
-use super::{SPLIT, Traffic, ask, known};
+use super::{PATIENT, RELEASED_WITHIN, Traffic, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
+/// A record that goes within [`SOON`] was taken back.
+const LEASE: [&str; 1] = ["--etcd-ttl-s=60"];
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
@@ -17,13 +19,13 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
     let launcher = Launcher::start().await;
     let view = launcher.etcd.follow();
     let started = join_all([
-        launcher.worker(Pool::Prefill, "p0", "rand", &[]),
-        launcher.worker(Pool::Prefill, "p1", "rand", &[]),
-        launcher.worker(Pool::Decode, "d0", "rand", &[]),
-        launcher.worker(Pool::Decode, "d1", "rand", &[]),
+        launcher.worker(Pool::Prefill, "p0", "rand", &LEASE),
+        launcher.worker(Pool::Prefill, "p1", "rand", &LEASE),
+        launcher.worker(Pool::Decode, "d0", "rand", &LEASE),
+        launcher.worker(Pool::Decode, "d1", "rand", &LEASE),
     ]);
     let mut workers = started.await;
-    let mut router = launcher.router(&SPLIT).await;
+    let mut router = launcher.router(&PATIENT).await;
     wait_listed(&view, &["d0", "d1", "p0", "p1"], SOON).await;
     router.wait_workers("rand", (2, 2), SOON).await;
 
@@ -35,7 +37,7 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
         }
     }
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(2)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
         let load = worker.load().await;
         let name = &worker.process.name;
         assert!(load.handoffs_total > 3, "`{name}`: {load:?}");
@@ -53,8 +55,7 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
         let mut worker = workers.remove(index);
         worker.process.terminate();
         assert_eq!(worker.process.exit_code().await, 0, "`{leaving}`");
-        // Not when the lease of ten seconds ends.
-        wait_listed(&view, left, Duration::from_secs(2)).await;
+        wait_listed(&view, left, SOON).await;
         traffic.wait_answered(6).await;
     }
     let failures = traffic.stop().await;
@@ -65,7 +66,7 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
     router.process.terminate();
     assert_eq!(router.process.exit_code().await, 0, "router");
     let ports = [format!("--http={http}"), format!("--grpc={grpc}")];
-    let flags = [SPLIT[0], SPLIT[1], &ports[0], &ports[1]];
+    let flags = [PATIENT[0], PATIENT[1], &ports[0], &ports[1]];
     let router = launcher.router(&flags).await;
     router.wait_workers("rand", (1, 1), SOON).await;
     for one in cases.iter().take(4) {
@@ -74,7 +75,7 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
     // The connection of before was to the same address, and works again.
     ask(client, "rand", &cases[0]).await.unwrap();
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(1)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
     }
 }
 
@@ -82,13 +83,13 @@ async fn four_workers_share_the_load_and_leave_without_a_failed_request() {
 async fn two_models_behind_one_router_answer_by_name() {
     let launcher = Launcher::start().await;
     let started = join_all([
-        launcher.worker(Pool::Prefill, "p-rand", "rand", &[]),
-        launcher.worker(Pool::Decode, "d-rand", "rand", &[]),
-        launcher.worker(Pool::Prefill, "p-qwen", "tiny-qwen3", &[]),
-        launcher.worker(Pool::Decode, "d-qwen", "tiny-qwen3", &[]),
+        launcher.worker(Pool::Prefill, "p-rand", "rand", &LEASE),
+        launcher.worker(Pool::Decode, "d-rand", "rand", &LEASE),
+        launcher.worker(Pool::Prefill, "p-qwen", "tiny-qwen3", &LEASE),
+        launcher.worker(Pool::Decode, "d-qwen", "tiny-qwen3", &LEASE),
     ]);
     let workers = started.await;
-    let router = launcher.router(&SPLIT).await;
+    let router = launcher.router(&PATIENT).await;
     router.wait_workers("rand", (1, 1), SOON).await;
     router.wait_workers("tiny-qwen3", (1, 1), SOON).await;
 
@@ -106,7 +107,7 @@ async fn two_models_behind_one_router_answer_by_name() {
         answer.unwrap();
     }
     for worker in &workers {
-        worker.wait_released(Duration::from_secs(2)).await;
+        worker.wait_released(RELEASED_WITHIN).await;
         let load = worker.load().await;
         assert_eq!(load.handoffs_total, 6, "{}: {load:?}", worker.process.name);
     }

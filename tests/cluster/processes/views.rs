@@ -10,7 +10,7 @@ use baton_tests::pace::Stopwatch;
 use baton_tests::process::{Launcher, Pool, RouterProcess};
 use tokio::time::sleep;
 
-use super::SPLIT;
+use super::{PATIENT, RELEASED_WITHIN};
 
 const SOON: Duration = Duration::from_secs(20);
 const PROMPTS: u32 = 12;
@@ -47,21 +47,23 @@ async fn cached(router: &RouterProcess, ids: Vec<u32>) -> u32 {
 async fn a_new_router_knows_within_two_seconds_which_worker_has_which_prefix() {
     let launcher = Launcher::start().await;
     // Blocks of two spans at one of them: it names its prefixes more coarsely.
-    let (_p0, _p1, _d0) = tokio::join!(
+    let (p0, p1, _d0) = tokio::join!(
         launcher.worker(Pool::Prefill, "p0", "rand", &["--block-size=32"]),
         launcher.worker(Pool::Prefill, "p1", "rand", &[]),
         launcher.worker(Pool::Decode, "d0", "rand", &[]),
     );
-    let mut old = launcher.router(&SPLIT).await;
+    let mut old = launcher.router(&PATIENT).await;
     old.wait_workers("rand", (2, 1), SOON).await;
     for number in 0..PROMPTS {
         assert_eq!(cached(&old, prompt(number, PROMPT_TOKENS)).await, 0);
     }
-    // It is told of the last ones with the workers' next word.
-    sleep(Duration::from_millis(500)).await;
+    // What a worker has computed is in its cache once it is released.
+    for worker in [&p0, &p1] {
+        worker.wait_released(RELEASED_WITHIN).await;
+    }
     old.process.kill().await;
     let started = Stopwatch::start();
-    let new = launcher.router(&SPLIT).await;
+    let new = launcher.router(&PATIENT).await;
     new.wait_workers("rand", (2, 1), SOON).await;
     println!("a new router serves after {:?}", started.elapsed());
     sleep(Duration::from_secs(2).saturating_sub(started.elapsed())).await;
