@@ -51,7 +51,9 @@ impl Screen {
                         Key::Char('q' | 'Q') | Key::Escape | Key::CtrlC => Wish::End,
                         _ => Wish::Redraw,
                     };
-                    if wishes.blocking_send(wish).is_err() {
+                    // Another read would set the terminal anew, perhaps after it was given back.
+                    let last = matches!(wish, Wish::End);
+                    if wishes.blocking_send(wish).is_err() || last {
                         break;
                     }
                 }
