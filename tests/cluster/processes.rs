@@ -233,10 +233,14 @@ impl Midway {
     }
 }
 
-/// Reads a stream to its end.
+/// Reads a stream to its end, which comes before a router gives up on a worker that stands still.
 async fn read_on(stream: &mut tonic::Streaming<v1::GenerateEvent>, seen: &mut Transcript) {
-    while let Some(event) = stream.message().await.unwrap() {
-        seen.take(event);
+    loop {
+        let next = tokio::time::timeout(Duration::from_secs(45), stream.message());
+        match next.await.expect("the stream goes on").unwrap() {
+            Some(event) => seen.take(event),
+            None => return,
+        }
     }
 }
 
