@@ -228,8 +228,10 @@ impl Driver {
                 self.heard_from_decode(event);
                 events.extend(self.accept(event).await);
             }
-            if let Event::Prefill { event, .. } = &event
-                && let PrefillEvent::Failed { error } = event
+            if let Event::Prefill {
+                event: PrefillEvent::Failed { error },
+                ..
+            } = &event
             {
                 self.handoff_broke(error);
             }

@@ -4,9 +4,9 @@
 //! The rules, in order: only workers that speak our protocol; a prefill worker is
 //! paired only with a decode worker that can take its KV, which for an exact request
 //! means: with the same bits; the local path when what is not cached is short or no
-//! prefill worker is ready or reaches anybody; else the cheapest pair, of those whose KV keeps its bits
-//! while there is one. Cost is counted in tokens, so that queue, load and cached
-//! prefix add up.
+//! prefill worker is ready or reaches anybody; else the cheapest pair, of those whose
+//! KV keeps its bits while there is one. Cost is counted in tokens, so that queue,
+//! load and cached prefix add up.
 
 pub mod forecast;
 pub mod prefix_index;
@@ -212,14 +212,18 @@ impl Policy for LeastTokens {
         let mut mismatch = None;
         let mut best: Option<((bool, u64), Placement)> = None;
         for (index, decode) in decoders.iter().enumerate() {
-            let reached = prefillers.iter().filter(|prefill| !is_cut(prefill, decode));
-            if reached.clone().count() < prefillers.len() {
+            let (apart, reached): (Vec<&Candidate>, Vec<&Candidate>) = prefillers
+                .iter()
+                .copied()
+                .partition(|prefill| is_cut(prefill, decode));
+            if !apart.is_empty() {
                 cut_off.push(*decode);
             }
             let paired: Vec<(&Candidate, bool)> = reached
+                .into_iter()
                 .filter_map(|prefill| {
                     let pair = pairs(prefill, decode, question.exact, &mut mismatch)?;
-                    Some((*prefill, pair.fit() == Fit::OtherBits))
+                    Some((prefill, pair.fit() == Fit::OtherBits))
                 })
                 .collect();
             let bent = paired.iter().all(|(_, other_bits)| *other_bits);

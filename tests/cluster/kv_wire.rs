@@ -16,9 +16,9 @@ use baton_tests::process::{Launcher, Pool, RouterProcess};
 use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 
+use crate::processes::PATIENT;
+
 const PATIENCE: Duration = Duration::from_secs(20);
-/// No timer sends a prompt another way here.
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const TOKENS: u32 = 12;
 
 fn cases() -> Vec<Case> {

@@ -94,7 +94,8 @@ use rand::{Rng as _, SeedableRng as _};
 use tokio::task::JoinSet;
 use tonic::transport::Channel;
 
-/// As [`SPLIT`], and nobody is given up because a machine is slow.
+/// As [`SPLIT`], and no timer gives anybody up, or sends a prompt another way, because a machine
+/// is slow.
 pub const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 
 /// What a router of these tests is started with: every prompt through the prefill pool.

@@ -20,13 +20,10 @@ use rand::rngs::StdRng;
 use rand::{Rng as _, SeedableRng as _};
 use std::sync::Arc;
 
-use crate::processes;
+use crate::processes::{self, PATIENT};
 
 /// The ends of spans and blocks of all sizes, and their neighbours.
 const LENGTHS: [usize; 13] = [1, 15, 16, 17, 31, 32, 33, 47, 48, 63, 64, 65, 129];
-
-/// No timer sends a prompt another way here.
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 
 const PATIENCE: Duration = Duration::from_secs(5);
 

@@ -77,6 +77,18 @@ fn query() -> PlaceQuery {
     }
 }
 
+/// For a request that has to be exact.
+fn question(query: &PlaceQuery, prompt_tokens: u32) -> Question<'_> {
+    Question {
+        query,
+        prompt_tokens,
+        numerics: None,
+        exact: true,
+        cut: &[],
+        tie: 0,
+    }
+}
+
 fn ask(
     candidates: &[Candidate],
     query: &PlaceQuery,
@@ -84,12 +96,8 @@ fn ask(
     tie: u64,
 ) -> Result<Placement, Error> {
     let question = Question {
-        query,
-        prompt_tokens,
-        numerics: None,
-        exact: true,
-        cut: &[],
         tie,
+        ..question(query, prompt_tokens)
     };
     LeastTokens::default().place(candidates, &question)
 }
@@ -98,12 +106,8 @@ fn ask(
 fn placed_freely(candidates: &[Candidate], prompt_tokens: u32) -> Result<String, Error> {
     let query = query();
     let question = Question {
-        query: &query,
-        prompt_tokens,
-        numerics: None,
         exact: false,
-        cut: &[],
-        tie: 0,
+        ..question(&query, prompt_tokens)
     };
     let placement = LeastTokens::default().place(candidates, &question)?;
     Ok(show(&placement))
@@ -254,12 +258,8 @@ fn that_others_do_not_fit_is_said_before_that_the_rest_was_tried() {
     };
     let ask = |candidates: &[Candidate]| {
         let question = Question {
-            query: &query,
-            prompt_tokens: 10,
             numerics: Some(died.card.layout.numerics),
-            exact: true,
-            cut: &[],
-            tie: 0,
+            ..question(&query, 10)
         };
         LeastTokens::default()
             .place(candidates, &question)
@@ -282,12 +282,8 @@ fn no_prompt_goes_where_its_kv_would_not_come_through() {
         let mut cut: Vec<Pair> = cut.iter().map(pair).collect();
         cut.sort();
         let question = Question {
-            query,
-            prompt_tokens: 1000,
-            numerics: None,
-            exact: true,
             cut: &cut,
-            tie: 0,
+            ..question(query, 1000)
         };
         policy.place(&all, &question).map(|placed| show(&placed))
     };
@@ -325,15 +321,7 @@ fn long_prompts_may_be_refused_while_nobody_prefills() {
     };
     let both = [worker("p1", 0, 0, 0), worker("d1", 0, 0, 0)];
     let place = |candidates: &[Candidate], query: &PlaceQuery, prompt_tokens| {
-        let question = Question {
-            query,
-            prompt_tokens,
-            numerics: None,
-            exact: true,
-            cut: &[],
-            tie: 0,
-        };
-        let placed = policy.place(candidates, &question);
+        let placed = policy.place(candidates, &question(query, prompt_tokens));
         placed.map(|placement| placement.prefill.is_none())
     };
     assert_eq!(place(&both, &query(), 1000), Ok(false));
@@ -406,12 +394,8 @@ fn a_stream_that_began_goes_on_with_its_own_arithmetic() {
     });
     let query = query();
     let question = Question {
-        query: &query,
-        prompt_tokens: 10,
         numerics: Some(NumericsId([1; 16])),
-        exact: true,
-        cut: &[],
-        tie: 0,
+        ..question(&query, 10)
     };
     let policy = LeastTokens::default();
     let error = policy

@@ -14,11 +14,11 @@ use baton_tests::process::{Launcher, Pool, RouterProcess, Worker, free_port};
 use baton_tests::{client, models};
 use tonic::{Code, Request, Status};
 
+use super::PATIENT;
 use super::probe::probe;
 use crate::grpc_api::ended_at;
 
 const SOON: Duration = Duration::from_secs(20);
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const POOL_TOKENS: u32 = 2048;
 /// 50 ms are promised on an idle machine of four cores; every other timer here is a minute.
 const LATE: Duration = Duration::from_secs(2);

@@ -17,10 +17,9 @@ use baton_tests::transcript::Transcript;
 use serde_json::json;
 
 use super::place::Place;
-use super::whole;
+use super::{PATIENT, whole};
 
 const SOON: Duration = Duration::from_secs(20);
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 /// Before and after each system call of an engine: a token takes a few times as long.
 const PAUSE: Duration = Duration::from_millis(20);
 const PROMPT: u32 = 33;

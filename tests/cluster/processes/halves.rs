@@ -17,10 +17,9 @@ use baton_tests::{client, models};
 use futures::future::join_all;
 
 use super::probe::probe;
-use super::{Known, ask, greedy};
+use super::{Known, PATIENT, ask, greedy};
 
 const SOON: Duration = Duration::from_secs(20);
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const POOL_TOKENS: u32 = 1024;
 const POOL: &str = "--kv-tokens=1024";
 /// A prompt that begins with it is refused by the prefill workers.

@@ -15,6 +15,7 @@ use baton_tests::oracle::Case;
 use baton_tests::process::{Launcher, Pool, RouterProcess, Worker, free_port};
 use futures::future::join_all;
 
+use super::PATIENT;
 use super::probe::probe;
 
 const SOON: Duration = Duration::from_secs(20);
@@ -22,8 +23,6 @@ const SOON: Duration = Duration::from_secs(20);
 const RELEASED_WITHIN: Duration = Duration::from_secs(2);
 /// From a worker's death.
 const RELEASED_AFTER_DEATH: Duration = Duration::from_secs(2);
-/// No timer may hide what is looked for.
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 
 /// Small enough that what 200 requests leak is missed.
 const POOL: &str = "--kv-tokens=1024";

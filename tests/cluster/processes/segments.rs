@@ -15,13 +15,12 @@ use baton_tests::process::{Launcher, Pool, RouterProcess, Worker};
 
 use super::asked::Asked;
 use super::place::Place;
-use super::{ask, known};
+use super::{PATIENT, ask, known};
 
 const SOON: Duration = Duration::from_secs(20);
 const ROUNDS: u32 = 12;
 /// Prompts of a round; the first one is caught but for a machine that stands still.
 const TRIES: u32 = 10;
-const PATIENT: [&str; 2] = ["--local-prefill-tokens-max=0", "--handoff-timeout-ms=60000"];
 const FLAGS: [&str; 1] = ["--kv-transport=shared-memory"];
 /// Long enough to be caught while it is computed.
 const PROMPT: u32 = 2000;

@@ -20,10 +20,9 @@ use baton_tests::process::{Launcher, Pool, RouterProcess, free_port};
 use super::asked::Asked;
 use super::place::Place;
 use super::probe::probe;
-use super::{Known, SPLIT, ask, greedy};
+use super::{Known, PATIENT, ask, greedy};
 
 const SOON: Duration = Duration::from_secs(20);
-const PATIENT: [&str; 2] = [SPLIT[0], "--handoff-timeout-ms=60000"];
 /// From the death to the request's end: a small part of what the timers would take.
 const ANSWERED_WITHIN: Duration = Duration::from_secs(15);
 const POOL_TOKENS: u32 = 2048;
