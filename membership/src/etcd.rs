@@ -19,6 +19,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+pub use baton_etcd::Credentials;
 use tokio::sync::watch;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
@@ -123,19 +124,6 @@ pub struct Faults {
     pub lose_deletes: bool,
     /// The first watch starts here and not after its list.
     pub first_watch_revision: Option<i64>,
-}
-
-/// A user of etcd's own authentication.
-#[derive(Clone)]
-pub struct Credentials {
-    pub user: String,
-    pub password: String,
-}
-
-impl std::fmt::Debug for Credentials {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Credentials {{ user: {:?}, password: .. }}", self.user)
-    }
 }
 
 /// TLS to etcd; PEM texts, not paths.

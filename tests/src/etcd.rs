@@ -5,8 +5,8 @@ use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+use baton_etcd::{Client, Options};
 use baton_membership::{Etcd, EtcdConfig, Membership as _, WorkerRecord};
-use etcd_client::{Client, CompactionOptions, GetOptions};
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::http::Http;
@@ -14,6 +14,7 @@ use crate::process::{PATIENCE, Process, free_port};
 
 /// Where the workers of these tests' cluster are.
 const WORKERS: &str = "/baton/v1/default/0/workers/";
+const LIST_BYTES_MAX: usize = 16 << 20;
 
 /// A running etcd, ended with its owner.
 pub struct EtcdServer {
@@ -130,12 +131,12 @@ impl EtcdServer {
         Etcd::start(EtcdConfig::new(vec![self.url.clone()], "default")).expect("an etcd client")
     }
 
-    /// etcd's own client.
+    /// A client of etcd alone.
     ///
     /// # Panics
     /// If the address is malformed, which it is not.
     pub async fn client(&self) -> Client {
-        Client::connect([&self.url], None)
+        Client::connect(std::slice::from_ref(&self.url), Options::default())
             .await
             .expect("an etcd client")
     }
@@ -143,14 +144,14 @@ impl EtcdServer {
     /// The workers that it holds, by id, each with its lease: no follower's view, which may keep
     /// those that etcd has lost. `None` while it does not answer.
     pub async fn workers(&self) -> Option<Vec<(WorkerRecord, i64)>> {
-        let mut client = self.client().await;
-        let get = client.get(WORKERS, Some(GetOptions::new().with_prefix()));
-        let answer = timeout(Duration::from_secs(5), get).await.ok()?.ok()?;
-        let read = |kv: &etcd_client::KeyValue| {
-            let record = WorkerRecord::from_json(kv.value()).ok()?;
-            Some((record, kv.lease()))
+        let client = self.client().await;
+        let list = client.list(WORKERS, LIST_BYTES_MAX);
+        let answer = timeout(Duration::from_secs(5), list).await.ok()?.ok()?;
+        let read = |kv: &baton_etcd::api::KeyValue| {
+            let record = WorkerRecord::from_json(&kv.value).ok()?;
+            Some((record, kv.lease))
         };
-        let mut workers: Vec<_> = answer.kvs().iter().filter_map(read).collect();
+        let mut workers: Vec<_> = answer.kvs.iter().filter_map(read).collect();
         workers.sort_by(|(a, _), (b, _)| a.id.cmp(&b.id));
         Some(workers)
     }
@@ -179,18 +180,16 @@ impl EtcdServer {
     /// # Panics
     /// If etcd does not take them.
     pub async fn fill_and_compact(&self, keys: u32) {
-        let mut client = self.client().await;
+        let client = self.client().await;
         let mut revision = 0;
         for n in 0..keys {
             let key = match n % 2 {
                 0 => format!("/junk/{n}"),
                 _ => format!("{WORKERS}decode/junk{n}"),
             };
-            let put = client.put(key, "not a record", None).await.expect("a put");
-            revision = put.header().expect("a header").revision();
+            revision = client.put(key, "not a record").await.expect("a put");
         }
-        let physical = CompactionOptions::new().with_physical();
-        let compacted = client.compact(revision, Some(physical)).await;
+        let compacted = client.compact(revision, true).await;
         compacted.expect("a compaction");
     }
 

@@ -7,8 +7,10 @@
 use std::future::Future;
 use std::time::Duration;
 
-use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+use baton_etcd::{Client, Options};
 use tokio::sync::Mutex;
+use tonic::Code;
+use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 use super::EtcdConfig;
 
@@ -22,12 +24,10 @@ pub(super) enum CallError {
     #[error("{what}: {source}")]
     Etcd {
         what: &'static str,
-        source: etcd_client::Error,
+        source: baton_etcd::Error,
     },
     #[error("{what}: no answer in {after:?}")]
     Timeout { what: &'static str, after: Duration },
-    #[error("{what}: the stream ended")]
-    StreamEnded { what: &'static str },
     #[error("{what}: others wrote the same key in between")]
     Contended { what: &'static str },
 }
@@ -36,16 +36,10 @@ impl CallError {
     /// Whether etcd says that the lease does not exist.
     pub(super) fn is_lease_lost(&self) -> bool {
         match self {
-            Self::Etcd {
-                source: etcd_client::Error::LeaseKeepAliveError(_),
-                ..
-            } => true,
-            Self::Etcd {
-                source: etcd_client::Error::GRpcStatus(status),
-                ..
-            } => {
-                // NOT_FOUND of google.rpc.Code; the only thing that these calls name is a lease.
-                i32::from(status.code()) == 5
+            Self::Etcd { source, .. } => {
+                // The only thing that these calls name is a lease.
+                matches!(source, baton_etcd::Error::LeaseNotFound)
+                    || source.code() == Some(Code::NotFound)
             }
             _ => false,
         }
@@ -53,53 +47,38 @@ impl CallError {
 
     /// Whether a new token may help.
     fn is_unauthenticated(&self) -> bool {
-        match self {
-            Self::Etcd {
-                source: etcd_client::Error::GRpcStatus(status),
-                ..
-            } => i32::from(status.code()) == 16,
-            _ => false,
-        }
+        matches!(self, Self::Etcd { source, .. } if source.code() == Some(Code::Unauthenticated))
     }
 }
 
 pub(super) struct Connector {
     endpoints: Vec<String>,
-    options: ConnectOptions,
+    options: Options,
     request_timeout: Duration,
     client: Mutex<Option<Client>>,
 }
 
 impl Connector {
     pub(super) fn new(config: &EtcdConfig) -> Self {
-        let mut options = ConnectOptions::new()
-            .with_connect_timeout(config.connect_timeout)
-            .with_timeout(config.request_timeout)
-            .with_keep_alive(PING_INTERVAL, PING_TIMEOUT)
-            .with_require_leader(true);
-        if let Some(credentials) = &config.credentials {
-            options = options
-                .with_user(&credentials.user, &credentials.password)
-                .with_auto_token_refresh(true);
+        let mut tls = ClientTlsConfig::new();
+        let given = config.tls.clone().unwrap_or_default();
+        if let Some(ca) = given.ca_pem {
+            tls = tls.ca_certificate(Certificate::from_pem(ca));
         }
-        let https = config
-            .endpoints
-            .iter()
-            .any(|endpoint| endpoint.starts_with("https://"));
-        if https || config.tls.is_some() {
-            let given = config.tls.clone().unwrap_or_default();
-            let mut tls = TlsOptions::new();
-            if let Some(ca) = given.ca_pem {
-                tls = tls.ca_certificate(Certificate::from_pem(ca));
-            }
-            if let Some((certificate, key)) = given.identity_pem {
-                tls = tls.identity(Identity::from_pem(certificate, key));
-            }
-            if let Some(domain) = given.domain {
-                tls = tls.domain_name(domain);
-            }
-            options = options.with_tls(tls);
+        if let Some((certificate, key)) = given.identity_pem {
+            tls = tls.identity(Identity::from_pem(certificate, key));
         }
+        if let Some(domain) = given.domain {
+            tls = tls.domain_name(domain);
+        }
+        let options = Options {
+            connect_timeout: Some(config.connect_timeout),
+            request_timeout: Some(config.request_timeout),
+            ping: Some((PING_INTERVAL, PING_TIMEOUT)),
+            require_leader: true,
+            credentials: config.credentials.clone(),
+            tls: Some(tls),
+        };
         Self {
             endpoints: config.endpoints.clone(),
             options,
@@ -114,7 +93,7 @@ impl Connector {
         if let Some(client) = &*slot {
             return Ok(client.clone());
         }
-        let connect = Client::connect(&self.endpoints, Some(self.options.clone()));
+        let connect = Client::connect(&self.endpoints, self.options.clone());
         let client = self.call("connect to etcd", connect).await?;
         *slot = Some(client.clone());
         Ok(client)
@@ -124,7 +103,7 @@ impl Connector {
     pub(super) async fn call<T>(
         &self,
         what: &'static str,
-        call: impl Future<Output = Result<T, etcd_client::Error>>,
+        call: impl Future<Output = Result<T, baton_etcd::Error>>,
     ) -> Result<T, CallError> {
         bounded(what, self.request_timeout, call).await
     }
@@ -150,7 +129,7 @@ impl Connector {
 pub(super) async fn bounded<T>(
     what: &'static str,
     after: Duration,
-    call: impl Future<Output = Result<T, etcd_client::Error>>,
+    call: impl Future<Output = Result<T, baton_etcd::Error>>,
 ) -> Result<T, CallError> {
     match tokio::time::timeout(after, call).await {
         Ok(Ok(value)) => Ok(value),

@@ -14,7 +14,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use etcd_client::{EventType, GetOptions, KeyValue, WatchFilterType, WatchOptions, WatchStream};
+use baton_etcd::api::{self, KeyValue, event::EventType};
+use baton_etcd::{WatchFrom, Watching};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 use tokio_util::sync::CancellationToken;
@@ -109,14 +110,12 @@ impl Follower {
     async fn list(&mut self) -> Result<(i64, usize), CallError> {
         self.with_health(|health| health.lists += 1);
         let client = self.connector.client().await?;
-        let mut kv = client.kv_client().max_decoding_message_size(LIST_BYTES_MAX);
-        let options = GetOptions::new().with_prefix();
-        let get = kv.get(self.prefix.as_bytes(), Some(options));
-        let mut answer = self.connector.call("list workers", get).await?;
+        let list = client.list(self.prefix.as_str(), LIST_BYTES_MAX);
+        let answer = self.connector.call("list workers", list).await?;
         let (store, revision) = answer
-            .header()
-            .map_or((0, 0), |header| (header.cluster_id(), header.revision()));
-        let items = answer.take_kvs().iter().map(item).collect();
+            .header
+            .map_or((0, 0), |header| (header.cluster_id, header.revision));
+        let items = answer.kvs.into_iter().map(item).collect();
         let changed = self.tracker.apply_list(
             Instant::now(),
             Listing {
@@ -130,41 +129,37 @@ impl Follower {
         Ok((revision, changed))
     }
 
-    async fn open_watch(&mut self, revision: i64) -> Result<WatchStream, CallError> {
+    async fn open_watch(&mut self, revision: i64) -> Result<Watching, CallError> {
         let revision = self.faults.first_watch_revision.take().unwrap_or(revision);
         self.with_health(|health| health.watches += 1);
         let client = self.connector.client().await?;
-        let mut watcher = client
-            .watch_client()
-            .max_decoding_message_size(LIST_BYTES_MAX);
-        let mut options = WatchOptions::new()
-            .with_prefix()
-            .with_start_revision(revision);
-        if self.faults.lose_deletes {
-            options = options.with_filters([WatchFilterType::NoDelete]);
-        }
-        let open = watcher.watch(self.prefix.as_bytes(), Some(options));
+        let open = client.watch(WatchFrom {
+            prefix: self.prefix.as_bytes().to_vec(),
+            revision,
+            without_deletes: self.faults.lose_deletes,
+            bytes_max: LIST_BYTES_MAX,
+        });
         self.connector.call("watch workers", open).await
     }
 
     /// Applies events until the watch breaks.
-    async fn watch(&mut self, mut stream: WatchStream) -> Broken {
+    async fn watch(&mut self, mut stream: Watching) -> Broken {
         let mut relist = tokio::time::interval(self.relist_interval);
         relist.set_missed_tick_behavior(MissedTickBehavior::Delay);
         relist.reset();
         loop {
             let expiry = self.tracker.next_expiry();
             tokio::select! {
-                // `message` is cancel-safe: it polls one stream and keeps no state outside of it.
+                // `message` is cancel-safe.
                 message = stream.message() => match message {
-                    Ok(Some(message)) if message.canceled() => {
-                        return match message.compact_revision() {
-                            0 => Broken::Ended(format!("cancelled: `{}`", message.cancel_reason())),
+                    Ok(Some(message)) if message.canceled => {
+                        return match message.compact_revision {
+                            0 => Broken::Ended(format!("cancelled: `{}`", message.cancel_reason)),
                             revision => Broken::Compacted { revision },
                         };
                     }
                     Ok(Some(message)) => {
-                        for event in message.events().iter().filter_map(event) {
+                        for event in message.events.into_iter().filter_map(event) {
                             self.tracker.apply_event(Instant::now(), event);
                         }
                         self.publish();
@@ -248,17 +243,18 @@ async fn sleep_until(when: Option<Instant>) {
     }
 }
 
-fn item(kv: &KeyValue) -> Item {
+fn item(kv: KeyValue) -> Item {
     Item {
-        key: String::from_utf8_lossy(kv.key()).into_owned(),
-        revision: kv.mod_revision(),
-        value: kv.value().to_vec(),
+        key: String::from_utf8_lossy(&kv.key).into_owned(),
+        revision: kv.mod_revision,
+        value: kv.value,
     }
 }
 
-fn event(event: &etcd_client::Event) -> Option<Event> {
-    let item = item(event.kv()?);
-    Some(match event.event_type() {
+fn event(event: api::Event) -> Option<Event> {
+    let kind = event.r#type();
+    let item = item(event.kv?);
+    Some(match kind {
         EventType::Put => Event::Put(item),
         EventType::Delete => Event::Delete {
             key: item.key,

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant};
 
-use etcd_client::{Client, LeaseKeepAliveStream, LeaseKeeper};
+use baton_etcd::{Client, KeepAlive};
 use tokio::sync::watch;
 use tokio::time::MissedTickBehavior;
 
@@ -29,8 +29,7 @@ pub(super) struct Keepalive {
     ttl: Duration,
     every: Duration,
     confirmed: Confirmed,
-    keeper: LeaseKeeper,
-    answers: LeaseKeepAliveStream,
+    stream: KeepAlive,
 }
 
 impl Keepalive {
@@ -40,21 +39,20 @@ impl Keepalive {
     /// # Errors
     /// Whatever etcd says, that there is no such lease ([`CallError::is_lease_lost`]) included.
     pub(super) async fn open(
-        mut client: Client,
+        client: Client,
         id: i64,
         ttl: Duration,
         every: Duration,
         confirmed: Confirmed,
     ) -> Result<Self, CallError> {
-        let (keeper, answers) = renew(&mut client, id, ttl, &confirmed).await?;
+        let stream = renew(&client, id, ttl, &confirmed).await?;
         Ok(Self {
             client,
             id,
             ttl,
             every,
             confirmed,
-            keeper,
-            answers,
+            stream,
         })
     }
 
@@ -66,25 +64,17 @@ impl Keepalive {
         loop {
             beat.tick().await;
             let asked = Instant::now();
-            let answer = bounded(WHAT, tick, async {
-                self.keeper.keep_alive().await?;
-                self.answers.message().await
-            });
-            match answer.await {
-                Ok(Some(answer)) if answer.ttl() > 0 => {
-                    let ttl = Duration::from_secs(answer.ttl().unsigned_abs());
-                    self.confirmed.send_replace(Some((asked, ttl)));
-                }
-                Ok(Some(_)) => return None,
-                // The stream ended without a word: the lease may still be there.
-                Ok(None) => return Some(CallError::StreamEnded { what: WHAT }),
+            match bounded(WHAT, tick, self.stream.renew()).await {
+                Ok(Some(ttl)) => drop(self.confirmed.send_replace(Some((asked, ttl)))),
+                Ok(None) => return None,
                 Err(CallError::Timeout { .. }) => {
-                    let again = renew(&mut self.client, self.id, self.ttl, &self.confirmed);
+                    let again = renew(&self.client, self.id, self.ttl, &self.confirmed);
                     match again.await {
-                        Ok(streams) => (self.keeper, self.answers) = streams,
+                        Ok(stream) => self.stream = stream,
                         Err(error) => return Some(error),
                     }
                 }
+                // A stream that ended without a word included: the lease may still be there.
                 Err(error) => return Some(error),
             }
         }
@@ -92,13 +82,13 @@ impl Keepalive {
 }
 
 async fn renew(
-    client: &mut Client,
+    client: &Client,
     id: i64,
     ttl: Duration,
     confirmed: &Confirmed,
-) -> Result<(LeaseKeeper, LeaseKeepAliveStream), CallError> {
+) -> Result<KeepAlive, CallError> {
     let asked = Instant::now();
-    let streams = bounded(WHAT, ttl, client.lease_keep_alive(id)).await?;
+    let stream = bounded(WHAT, ttl, client.keep_alive(id)).await?;
     confirmed.send_replace(Some((asked, ttl)));
-    Ok(streams)
+    Ok(stream)
 }

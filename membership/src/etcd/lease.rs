@@ -27,8 +27,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
+use baton_etcd::{Client, ends_with, unchanged_since, under_lease};
 use baton_proto::{Epoch, WorkerId};
-use etcd_client::{Client, Compare, CompareOp, LeaseGrantOptions, PutOptions, Txn, TxnOp};
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
@@ -199,11 +199,11 @@ impl LeaseTask {
     /// Attach, claim, hold; returns why it could not go on.
     async fn session(&mut self, backoff: &mut Backoff) -> Ended {
         let held = async {
-            let mut client = self.connector.client().await?;
-            let keepalive = self.attach(&mut client).await?;
+            let client = self.connector.client().await?;
+            let keepalive = self.attach(&client).await?;
             tokio::select! {
                 ended = keepalive.run() => Err(ended.map_or(Ended::LeaseLost, Ended::Trouble)),
-                ended = self.publish(&mut client, backoff) => ended,
+                ended = self.publish(&client, backoff) => ended,
             }
         };
         let result: Result<Infallible, Ended> = held.await;
@@ -217,7 +217,7 @@ impl LeaseTask {
     /// Claims the key, follows what is desired and looks whether the key is still ours.
     async fn publish(
         &mut self,
-        client: &mut Client,
+        client: &Client,
         backoff: &mut Backoff,
     ) -> Result<Infallible, Ended> {
         self.claim(client).await?;
@@ -245,7 +245,7 @@ impl LeaseTask {
     }
 
     /// A lease that is kept alive: the old one if etcd still has it.
-    async fn attach(&mut self, client: &mut Client) -> Result<Keepalive, Ended> {
+    async fn attach(&mut self, client: &Client) -> Result<Keepalive, Ended> {
         if let Some(id) = self.lease.id {
             match self.open(client, id).await {
                 Ok(keepalive) => return Ok(keepalive),
@@ -257,10 +257,9 @@ impl LeaseTask {
         let id = rand::random_range(1..i64::MAX);
         self.lease.id = Some(id);
         let seconds = i64::try_from(self.life().as_secs_f64().ceil() as u64).unwrap_or(i64::MAX);
-        let grant = client.lease_grant(seconds, Some(LeaseGrantOptions::new().with_id(id)));
+        let grant = client.lease_grant(id, seconds);
         let asked = Instant::now();
-        let granted = self.connector.call("grant a lease", grant).await?;
-        let ttl = Duration::from_secs(u64::try_from(granted.ttl()).unwrap_or(0));
+        let ttl = self.connector.call("grant a lease", grant).await?;
         self.lease.confirmed.send_replace(Some((asked, ttl)));
         Ok(self.open(client, id).await?)
     }
@@ -271,7 +270,7 @@ impl LeaseTask {
     }
 
     /// Whether the key is still ours; puts it back if somebody deleted it.
-    async fn look(&mut self, client: &mut Client) -> Result<(), Ended> {
+    async fn look(&mut self, client: &Client) -> Result<(), Ended> {
         let (record, _) = self.read(client).await?;
         let desired = self.desired.borrow().record.epoch;
         match record {
@@ -282,7 +281,7 @@ impl LeaseTask {
     }
 
     /// Writes the desired record, unless a later life has the key.
-    async fn claim(&mut self, client: &mut Client) -> Result<(), Ended> {
+    async fn claim(&mut self, client: &Client) -> Result<(), Ended> {
         let desired = self.desired.borrow_and_update().clone();
         let lease = self.lease.id.unwrap_or_default();
         for _ in 0..CLAIM_TRIES {
@@ -295,16 +294,10 @@ impl LeaseTask {
                 }
                 Verdict::Superseded { by } => return Err(Ended::Superseded { by }),
             }
-            let options = PutOptions::new().with_lease(lease);
-            let put = TxnOp::put(self.key.as_bytes(), desired.record.to_json(), Some(options));
-            let unchanged = Compare::mod_revision(self.key.as_bytes(), CompareOp::Equal, revision);
-            let write = client.txn(Txn::new().when([unchanged]).and_then([put]));
-            if self
-                .connector
-                .call("write the record", write)
-                .await?
-                .succeeded()
-            {
+            let put = under_lease(self.key.as_str(), desired.record.to_json(), lease);
+            let unchanged = unchanged_since(self.key.as_str(), revision);
+            let write = client.put_if(vec![unchanged], put);
+            if self.connector.call("write the record", write).await? {
                 self.stored.send_replace(desired.sequence);
                 self.set_state(RegistrationState::Registered);
                 return Ok(());
@@ -318,16 +311,15 @@ impl LeaseTask {
 
     /// Epoch and lease of the stored record (`None` if there is none or it cannot
     /// be read) and the key's revision (0 if there is none).
-    async fn read(&self, client: &mut Client) -> Result<(Option<(Epoch, i64)>, i64), CallError> {
-        let get = client.get(self.key.as_bytes(), None);
-        let answer = self.connector.call("read the record", get).await?;
-        let Some(kv) = answer.kvs().first() else {
+    async fn read(&self, client: &Client) -> Result<(Option<(Epoch, i64)>, i64), CallError> {
+        let get = client.get(self.key.as_str());
+        let Some(kv) = self.connector.call("read the record", get).await? else {
             return Ok((None, 0));
         };
-        let record = WorkerRecord::from_json(kv.value()).ok();
+        let record = WorkerRecord::from_json(&kv.value).ok();
         Ok((
-            record.map(|record| (record.epoch, kv.lease())),
-            kv.mod_revision(),
+            record.map(|record| (record.epoch, kv.lease)),
+            kv.mod_revision,
         ))
     }
 
@@ -380,11 +372,10 @@ impl LeaseTask {
     }
 
     async fn release_once(&self, lease: i64) -> Result<(), CallError> {
-        let mut client = self.connector.client().await?;
-        let ours = Compare::lease(self.key.as_bytes(), CompareOp::Equal, lease);
-        let delete = TxnOp::delete(self.key.as_bytes(), None);
-        let txn = client.txn(Txn::new().when([ours]).and_then([delete]));
-        self.connector.call("delete the record", txn).await?;
+        let client = self.connector.client().await?;
+        let ours = ends_with(self.key.as_str(), lease);
+        let delete = client.delete_if(vec![ours], self.key.as_str());
+        self.connector.call("delete the record", delete).await?;
         match self
             .connector
             .call("revoke the lease", client.lease_revoke(lease))

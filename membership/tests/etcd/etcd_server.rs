@@ -7,7 +7,9 @@ use std::ops::Range;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use etcd_client::{Certificate, Client, ConnectOptions, Identity, TlsOptions};
+use baton_etcd::{Client, Options};
+use rustix::process::{Pid, Signal, kill_process};
+use tonic::transport::{Certificate, ClientTlsConfig, Identity};
 
 /// What its ports speak, as PEM.
 #[derive(Clone)]
@@ -101,7 +103,7 @@ impl EtcdServer {
     }
 
     pub async fn client(&self) -> Client {
-        Client::connect([self.url()], Some(self.options()))
+        Client::connect(&[self.url()], self.options())
             .await
             .unwrap()
     }
@@ -128,30 +130,28 @@ impl EtcdServer {
     }
 
     pub fn freeze(&self) {
-        self.signal("STOP");
+        self.signal(Signal::STOP);
     }
 
     pub fn thaw(&self) {
-        self.signal("CONT");
+        self.signal(Signal::CONT);
     }
 
-    fn signal(&self, name: &str) {
+    fn signal(&self, signal: Signal) {
         let process = self.process.as_ref().expect("etcd runs");
-        let status = Command::new("kill")
-            .arg(format!("-{name}"))
-            .arg(process.id().to_string())
-            .status();
-        assert!(status.unwrap().success());
+        kill_process(Pid::from_child(process), signal).unwrap();
     }
 
-    fn options(&self) -> ConnectOptions {
-        let options = ConnectOptions::new();
-        let Some(tls) = &self.tls else { return options };
-        let (certificate, key) = &tls.identity;
-        let tls = TlsOptions::new()
-            .ca_certificate(Certificate::from_pem(&tls.authority))
-            .identity(Identity::from_pem(certificate, key));
-        options.with_tls(tls)
+    fn options(&self) -> Options {
+        let mut options = Options::default();
+        if let Some(tls) = &self.tls {
+            let (certificate, key) = &tls.identity;
+            let trust = ClientTlsConfig::new()
+                .ca_certificate(Certificate::from_pem(&tls.authority))
+                .identity(Identity::from_pem(certificate, key));
+            options.tls = Some(trust);
+        }
+        options
     }
 
     fn spawn(&mut self) {
@@ -206,7 +206,8 @@ impl EtcdServer {
     /// Waits until it serves; `false` if it ended or does not.
     async fn is_up(&mut self) -> bool {
         let started = Instant::now();
-        let options = self.options().with_timeout(Duration::from_millis(500));
+        let mut options = self.options();
+        options.request_timeout = Some(Duration::from_millis(500));
         while started.elapsed() < Duration::from_secs(30) {
             if self
                 .process
@@ -216,10 +217,10 @@ impl EtcdServer {
                 self.process = None;
                 return false;
             }
-            let mut client = Client::connect([self.url()], Some(options.clone()))
+            let client = Client::connect(&[self.url()], options.clone())
                 .await
                 .unwrap();
-            match client.get("ready", None).await {
+            match client.get("ready").await {
                 Ok(_) => return true,
                 // With authentication on, being refused is being served.
                 Err(error) if error.to_string().contains("user name is empty") => return true,

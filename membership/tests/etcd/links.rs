@@ -53,11 +53,11 @@ async fn cuts_below_the_ttl_drop_nobody_and_longer_ones_not_for_good() {
         let mut cuts = JoinSet::new();
         for (at, worker) in (0..).zip(&workers) {
             let worker = Arc::clone(worker);
-            let mut client = server.client().await;
+            let client = server.client().await;
             let key = format!("/baton/v1/test/0/workers/decode/w{at:02}");
             cuts.spawn(async move {
                 let (link, _, registered) = &*worker;
-                let lease = lease_of(&mut client, &key).await.expect("it is registered");
+                let lease = lease_of(&client, &key).await.expect("it is registered");
                 // Over one renewal's time, all of them.
                 tokio::time::sleep(RENEWED * at / 20).await;
                 let began = Instant::now();
@@ -67,8 +67,8 @@ async fn cuts_below_the_ttl_drop_nobody_and_longer_ones_not_for_good() {
                 // A renewal brings it back to its whole length, of five seconds; one that ended
                 // has less than none.
                 loop {
-                    let lease = client.lease_time_to_live(lease, None).await.unwrap();
-                    if !(0..4).contains(&lease.ttl()) {
+                    let left = client.lease_left(lease).await.unwrap();
+                    if !(0..4).contains(&left) {
                         break;
                     }
                     assert!(began.elapsed() < cut + SOON, "no renewal");

@@ -12,6 +12,7 @@ mod secured;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use baton_etcd::Client;
 use baton_membership::etcd::Faults;
 use baton_membership::{
     Capacity, Error, Etcd, EtcdConfig, Membership, Registration, RegistrationState, Role, View,
@@ -20,7 +21,6 @@ use baton_membership::{
 use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
 use baton_proto::model_card::ModelCard;
 use baton_proto::{Epoch, ModelRevision, NumericsId, protocol};
-use etcd_client::{Client, CompactionOptions};
 use etcd_server::EtcdServer;
 use link::Link;
 use tokio::sync::watch;
@@ -167,19 +167,18 @@ impl Witness {
     }
 }
 
-async fn lease_of(client: &mut Client, key: &str) -> Option<i64> {
+async fn lease_of(client: &Client, key: &str) -> Option<i64> {
     Some(life_of(client, key).await?.1)
 }
 
 /// The revision that a key was made at, and its lease.
-async fn life_of(client: &mut Client, key: &str) -> Option<(i64, i64)> {
-    let found = client.get(key, None).await.unwrap();
-    let key = found.kvs().first()?;
-    Some((key.create_revision(), key.lease()))
+async fn life_of(client: &Client, key: &str) -> Option<(i64, i64)> {
+    let found = client.get(key).await.unwrap()?;
+    Some((found.create_revision, found.lease))
 }
 
 /// The same once it was gone and is there again.
-async fn next_life(client: &mut Client, key: &str, before: i64) -> (i64, i64) {
+async fn next_life(client: &Client, key: &str, before: i64) -> (i64, i64) {
     let waited = Instant::now();
     loop {
         match life_of(client, key).await {
@@ -228,11 +227,9 @@ async fn joining_changing_and_leaving_are_seen() {
         other.register(record("d", 1)).await.unwrap_err(),
         Error::Closed
     );
-    let mut client = server.client().await;
-    let left = client
-        .get("/baton", Some(etcd_client::GetOptions::new().with_prefix()))
-        .await;
-    assert_eq!(left.unwrap().count(), 0, "closing withdraws and waits");
+    let client = server.client().await;
+    let left = client.list("/baton", 1 << 20).await.unwrap();
+    assert_eq!(left.count, 0, "closing withdraws and waits");
 }
 
 #[tokio::test]
@@ -244,19 +241,19 @@ async fn a_revoked_lease_brings_the_same_record_under_a_new_one() {
     let mut view = router.watch();
     until(&mut view, SOON, "joined", |v| ids(v) == ["a"]).await;
 
-    let mut client = server.client().await;
+    let client = server.client().await;
     // That it was gone is seen in etcd itself: a view may have it again before one looks.
-    let (first, lease) = life_of(&mut client, KEY_A).await.unwrap();
+    let (first, lease) = life_of(&client, KEY_A).await.unwrap();
     client.lease_revoke(lease).await.unwrap();
-    let (second, new) = next_life(&mut client, KEY_A, first).await;
+    let (second, new) = next_life(&client, KEY_A, first).await;
     assert_ne!(new, lease);
     let back = until(&mut view, SOON, "back", |v| ids(v) == ["a"]).await;
     assert_eq!(back.workers[&"a".into()].epoch, Epoch(77));
     until_state(&a, SOON, RegistrationState::Registered).await;
 
     // A key deleted by hand comes back too.
-    client.delete(KEY_A, None).await.unwrap();
-    next_life(&mut client, KEY_A, second).await;
+    assert!(client.delete(KEY_A).await.unwrap());
+    next_life(&client, KEY_A, second).await;
     until_state(&a, SOON, RegistrationState::Registered).await;
     // The view follows: what comes after it comes to a view that has seen it.
     let b = workers.register(record("b", 1)).await.unwrap();
@@ -323,9 +320,9 @@ async fn a_killed_etcd_leaves_the_view_in_use_until_it_is_back() {
 async fn an_etcd_that_lost_its_data_gets_the_workers_back() {
     let mut server = EtcdServer::start().await;
     // So that the new history is recognised by its lower revision.
-    let mut client = server.client().await;
+    let client = server.client().await;
     for n in 0..20 {
-        client.put(format!("/junk/{n}"), "x", None).await.unwrap();
+        client.put(format!("/junk/{n}"), "x").await.unwrap();
     }
     let (workers, router) = (join(&server.url()), join(&server.url()));
     let a = workers.register(record("a", 5)).await.unwrap();
@@ -340,9 +337,9 @@ async fn an_etcd_that_lost_its_data_gets_the_workers_back() {
     server.kill();
     server.erase();
     server.restart().await;
-    let mut client = server.client().await;
+    let client = server.client().await;
     let again = Instant::now();
-    while lease_of(&mut client, KEY_A).await.is_none() {
+    while lease_of(&client, KEY_A).await.is_none() {
         assert!(again.elapsed() < TTL + SOON, "not registered again");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -365,7 +362,7 @@ async fn a_frozen_etcd_drops_nobody_although_it_ends_their_leases() {
     let a = workers.register(record("a", 1)).await.unwrap();
     let mut view = router.watch();
     until(&mut view, SOON, "joined", |v| ids(v) == ["a"] && fresh(v)).await;
-    let lease = lease_of(&mut server.client().await, KEY_A).await;
+    let lease = lease_of(&server.client().await, KEY_A).await;
     let witness = Witness::of(router.watch(), "a");
 
     server.freeze();
@@ -374,16 +371,16 @@ async fn a_frozen_etcd_drops_nobody_although_it_ends_their_leases() {
     // The worker comes back after the router, so that its record is gone for a while.
     link.cut();
     server.thaw();
-    let mut client = server.client().await;
+    let client = server.client().await;
     let thawed = Instant::now();
-    while lease_of(&mut client, KEY_A).await.is_some() || !router.health().fresh {
+    while lease_of(&client, KEY_A).await.is_some() || !router.health().fresh {
         assert!(thawed.elapsed() < SOON, "the lease did not end");
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
     link.restore();
     until(&mut view, SOON, "fresh", |v| fresh(v)).await;
     until_state(&a, SOON, RegistrationState::Registered).await;
-    assert_ne!(lease_of(&mut client, KEY_A).await, lease);
+    assert_ne!(lease_of(&client, KEY_A).await, lease);
     assert_eq!(ids(&view.borrow()), ["a"]);
     witness.assert_never_missing().await;
 }
@@ -409,7 +406,7 @@ async fn what_changed_behind_a_cut_and_a_compaction_is_found() {
     let mut moved = record("b", 1);
     moved.control = "127.0.0.1:9999".to_owned();
     b.update(moved).await.unwrap();
-    let mut client = server.client().await;
+    let client = server.client().await;
     let mut revision = 0;
     for n in 0..1000 {
         // Half of it where the workers are.
@@ -418,13 +415,9 @@ async fn what_changed_behind_a_cut_and_a_compaction_is_found() {
         } else {
             format!("{KEY_A}-junk{n}")
         };
-        let put = client.put(key, "not a record", None).await.unwrap();
-        revision = put.header().unwrap().revision();
+        revision = client.put(key, "not a record").await.unwrap();
     }
-    client
-        .compact(revision, Some(CompactionOptions::new().with_physical()))
-        .await
-        .unwrap();
+    client.compact(revision, true).await.unwrap();
     assert_eq!(ids(&view.borrow()), ["a", "b"], "kept while cut");
 
     let before = router.health();
@@ -445,18 +438,12 @@ async fn what_changed_behind_a_cut_and_a_compaction_is_found() {
 #[tokio::test]
 async fn a_compaction_between_list_and_watch_starts_over() {
     let server = EtcdServer::start().await;
-    let mut client = server.client().await;
+    let client = server.client().await;
     let mut revision = 0;
     for n in 0..10 {
-        revision = client
-            .put("/junk", n.to_string(), None)
-            .await
-            .unwrap()
-            .header()
-            .unwrap()
-            .revision();
+        revision = client.put("/junk", n.to_string()).await.unwrap();
     }
-    client.compact(revision, None).await.unwrap();
+    client.compact(revision, false).await.unwrap();
     let mut config = config(&server.url());
     config.faults = Faults {
         first_watch_revision: Some(2),
@@ -556,8 +543,8 @@ async fn a_restart_faster_than_the_lease_replaces_the_old_life_at_once() {
     let dead = join(&link.url());
     let old = dead.register(record("a", 1)).await.unwrap();
     until(&mut view, SOON, "first life", |v| ids(v) == ["a"]).await;
-    let mut client = server.client().await;
-    let lease = lease_of(&mut client, KEY_A).await.unwrap();
+    let client = server.client().await;
+    let lease = lease_of(&client, KEY_A).await.unwrap();
     // As kill -9: nothing is withdrawn.
     link.cut();
     let mut restarted = record("a", 2);
@@ -572,7 +559,7 @@ async fn a_restart_faster_than_the_lease_replaces_the_old_life_at_once() {
     })
     .await;
     // It did not wait for the end of that lease.
-    let left = client.lease_time_to_live(lease, None).await.unwrap().ttl();
+    let left = client.lease_left(lease).await.unwrap();
     assert!(left > 0, "the first life's lease has ended");
     assert_eq!(now.workers[&"a".into()].data, "127.0.0.1:7999");
     // The end of the first life's lease does not take the second's record.

@@ -1,5 +1,6 @@
 //! An etcd of three members, of which the leader dies.
 
+use baton_etcd::api::{MemberListRequest, StatusRequest};
 use baton_membership::{Etcd, EtcdConfig, Membership, RegistrationState};
 
 use crate::etcd_server::EtcdServer;
@@ -19,11 +20,13 @@ async fn a_leader_that_dies_drops_nobody_and_new_workers_join() {
     until(&mut view, SOON, "joined", |v| ids(v) == ["a"] && fresh(v)).await;
     let witness = Witness::of(router.watch(), "a");
 
-    let mut client = members[0].client().await;
-    let leader = client.status().await.unwrap().leader();
-    let listed = client.member_list().await.unwrap();
-    let name = listed.members().iter().find(|m| m.id() == leader);
-    let name = name.unwrap().name().to_owned();
+    let client = members[0].client().await;
+    let status = client.maintenance().status(StatusRequest {}).await.unwrap();
+    let leader = status.into_inner().leader;
+    let mut cluster = client.cluster();
+    let listed = cluster.member_list(MemberListRequest::default()).await;
+    let listed = listed.unwrap().into_inner().members;
+    let name = listed.into_iter().find(|m| m.id == leader).unwrap().name;
     let dies = members.iter_mut().find(|member| member.name() == name);
     dies.unwrap().kill();
 

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use baton_etcd::api;
 use baton_membership::{Credentials, Etcd, EtcdConfig, Membership, TlsConfig, WorkerState};
 use rcgen::{BasicConstraints, CertificateParams, IsCa, Issuer, KeyPair};
 
@@ -10,11 +11,22 @@ use crate::{SOON, config, fresh, ids, record, until};
 
 /// Turns authentication on, with one user.
 async fn ask_for_users(server: &EtcdServer) {
-    let mut client = server.client().await;
-    client.user_add("root", "secret", None).await.unwrap();
-    client.role_add("root").await.unwrap();
-    client.user_grant_role("root", "root").await.unwrap();
-    client.auth_enable().await.unwrap();
+    let mut users = server.client().await.auth();
+    let (name, password) = ("root".to_owned(), "secret".to_owned());
+    let user = api::AuthUserAddRequest {
+        name: name.clone(),
+        password,
+        ..api::AuthUserAddRequest::default()
+    };
+    users.user_add(user).await.unwrap();
+    let role = api::AuthRoleAddRequest { name: name.clone() };
+    users.role_add(role).await.unwrap();
+    let grant = api::AuthUserGrantRoleRequest {
+        user: name.clone(),
+        role: name,
+    };
+    users.user_grant_role(grant).await.unwrap();
+    users.auth_enable(api::AuthEnableRequest {}).await.unwrap();
 }
 
 fn as_user(server: &EtcdServer) -> EtcdConfig {
