@@ -1,13 +1,14 @@
 //! The command line. Every flag is also an environment variable (`BATON_` and its
 //! name) and a key of the config file.
 
-use std::net::SocketAddr;
+use std::net::{SocketAddr, ToSocketAddrs as _};
 use std::path::PathBuf;
 use std::time::Duration;
 
 use baton_engine::model::WeightFormat;
 use baton_kv_transfer::{TransportChoice, WireChoice};
 use baton_observability::logging::LogFormat;
+use baton_proto::address::preferred;
 use baton_proto::kv_layout::KvDtype;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand};
@@ -154,9 +155,17 @@ pub struct SimulateArgs {
 
 /// An address to listen at.
 fn address(text: &str) -> Result<SocketAddr, String> {
-    text.parse().map_err(|_| {
-        "an address is IP:PORT, for example 127.0.0.1:8000, 0.0.0.0:8000 or [::1]:8000".to_owned()
-    })
+    let is_host_and_port = text
+        .rsplit_once(':')
+        .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok());
+    if !is_host_and_port {
+        let form = "an address is HOST:PORT, for example 127.0.0.1:8000, localhost:8000, \
+                    0.0.0.0:8000 or [::1]:8000";
+        return Err(form.to_owned());
+    }
+    let resolved = text.to_socket_addrs();
+    let resolved = resolved.map_err(|error| format!("the host has no address: {error}"))?;
+    preferred(resolved).ok_or_else(|| "the host has no address".to_owned())
 }
 
 /// Which model is served and under what name.
@@ -338,7 +347,7 @@ pub struct RouterArgs {
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Cluster")]
 pub struct EtcdArgs {
-    /// etcd URLs, comma separated.
+    /// etcd URLs, comma separated; HOST:PORT is `http://`, or `https://` with the TLS flags below.
     #[arg(
         long,
         env = "BATON_ETCD",

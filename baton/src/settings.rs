@@ -176,7 +176,9 @@ pub(crate) fn flag_error(error: baton_proto::Error) -> anyhow::Error {
 /// # Errors
 /// A malformed URL or an authority file that cannot be read. Must be called inside a runtime.
 pub fn membership(args: &EtcdArgs) -> anyhow::Result<Arc<dyn Membership>> {
-    let mut config = EtcdConfig::new(args.etcd.clone(), args.cluster.clone());
+    let tls = etcd_tls(args)?;
+    let endpoints = args.etcd.iter().map(|text| endpoint(text, tls.is_some()));
+    let mut config = EtcdConfig::new(endpoints.collect(), args.cluster.clone());
     config.generation.clone_from(&args.generation);
     config.ttl = Duration::from_secs(args.etcd_ttl_s);
     both_or_neither(
@@ -189,8 +191,18 @@ pub fn membership(args: &EtcdArgs) -> anyhow::Result<Arc<dyn Membership>> {
             password: password.clone(),
         });
     }
-    config.tls = etcd_tls(args)?;
+    config.tls = tls;
     Ok(Arc::new(Etcd::start(config)?))
+}
+
+/// An endpoint's URL; HOST:PORT alone is one over what the TLS flags say.
+fn endpoint(text: &str, tls: bool) -> String {
+    let port = text.rsplit_once(':').map(|(_, port)| port);
+    match port.is_some_and(|port| port.parse::<u16>().is_ok()) && !text.contains("://") {
+        true if tls => format!("https://{text}"),
+        true => format!("http://{text}"),
+        false => text.to_owned(),
+    }
 }
 
 fn etcd_tls(args: &EtcdArgs) -> anyhow::Result<Option<baton_membership::TlsConfig>> {
@@ -308,6 +320,15 @@ mod tests {
     use baton_kv_transfer::TransportChoice;
 
     use super::*;
+
+    #[test]
+    fn an_etcd_endpoint_may_be_a_host_and_a_port() {
+        assert_eq!(endpoint("localhost:2379", false), "http://localhost:2379");
+        assert_eq!(endpoint("[::1]:2379", true), "https://[::1]:2379");
+        for whole in ["http://a:2379", "https://a", "nowhere", "a:b"] {
+            assert_eq!(endpoint(whole, true), whole);
+        }
+    }
 
     #[test]
     fn nixl_says_what_is_missing() {

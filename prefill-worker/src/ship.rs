@@ -214,11 +214,10 @@ async fn resolve(address: &str) -> Result<Option<SocketAddr>, Error> {
         )
         .with_reason("DATA_ADDRESS_UNREACHABLE")
     };
-    let mut resolved = tokio::net::lookup_host(address)
+    let resolved = tokio::net::lookup_host(address)
         .await
         .map_err(|error| unreachable(error.to_string()))?;
-    resolved
-        .next()
+    baton_proto::address::preferred(resolved)
         .map(Some)
         .ok_or_else(|| unreachable("resolves to nothing".to_owned()))
 }

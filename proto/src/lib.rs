@@ -5,6 +5,7 @@
 //! the engine and its kernels can use them. The generated gRPC types and the
 //! conversions between them and the plain types are behind the feature `wire`.
 
+pub mod address;
 pub mod block_hash;
 pub mod cache_names;
 pub mod error;

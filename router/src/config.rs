@@ -212,7 +212,8 @@ impl RouterConfig {
     /// # Errors
     /// [`baton_proto::ErrorKind::Invalid`] naming the setting.
     pub fn check_exposure(&self, field: &str, address: SocketAddr) -> Result<(), Error> {
-        if address.ip().is_loopback() || self.allow_anonymous || !self.api_keys.is_empty() {
+        let loopback = address.ip().to_canonical().is_loopback();
+        if loopback || self.allow_anonymous || !self.api_keys.is_empty() {
             return Ok(());
         }
         Err(Error::invalid(
@@ -266,6 +267,18 @@ mod tests {
     fn nothing_listens_beyond_loopback_without_keys() {
         let everywhere = SocketAddr::from(([0, 0, 0, 0], 8000));
         assert_eq!(refused(|c| c.http = everywhere), "http");
+        // IPv4 in IPv6 form is what it stands for.
+        assert_eq!(
+            refused(|c| c.http = "[::ffff:192.0.2.1]:8000".parse().unwrap()),
+            "http"
+        );
+        for here in ["[::1]:8000", "[::ffff:127.0.0.1]:8000", "127.8.9.1:8000"] {
+            let config = RouterConfig {
+                http: here.parse().unwrap(),
+                ..RouterConfig::default()
+            };
+            config.validate().unwrap();
+        }
         let mut config = RouterConfig {
             http: everywhere,
             ..RouterConfig::default()

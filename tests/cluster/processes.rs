@@ -34,12 +34,14 @@
 //! no_space   a worker whose pool cannot be had
 //! ids        one request id, many requests, two routers
 //! place      a worker that is started again where it was
+//! addresses  names and IPv6 addresses, wherever an address goes
 //! ```
 //!
 //! Seen to fail: with SIGKILL in place of SIGTERM, since the record then waits for its
 //! lease; and on a machine that stood still for three seconds, while the router still
 //! took that for the death of every worker.
 
+mod addresses;
 mod asked;
 mod blind;
 mod deadlines;

@@ -162,7 +162,7 @@ fn a_wrong_value_is_refused_with_its_flag_and_what_is_allowed() {
         ("--chunk-tokens", "0", "1..="),
         ("--decode-workers", "0", "1..=64"),
         ("--http", "banana", "127.0.0.1:8000"),
-        ("--grpc", "localhost", "IP:PORT"),
+        ("--grpc", "localhost", "HOST:PORT"),
         ("--http", "0.0.0.0:0", "api_keys"),
         ("--log-format", "xml", "json, compact, auto"),
         ("--log", "baton=loud", "target=level"),

@@ -152,7 +152,9 @@ impl Client {
 
     /// Sends over a connection of its own, which lives as long as the answer's body.
     async fn send(&self, request: Request<String>) -> anyhow::Result<http::Response<Incoming>> {
-        let stream = TcpStream::connect((self.host.as_str(), self.port))
+        // An IPv6 address stands in brackets in a URL.
+        let host = self.host.trim_start_matches('[').trim_end_matches(']');
+        let stream = TcpStream::connect((host, self.port))
             .await
             .with_context(|| format!("connect to {}:{}", self.host, self.port))?;
         stream.set_nodelay(true)?;
