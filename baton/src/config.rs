@@ -17,7 +17,7 @@
 //!
 //! A key that is no flag is refused, and a value goes through the flag's own check.
 
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use clap::{Arg, ArgAction, Command, CommandFactory as _, FromArgMatches as _};
@@ -57,7 +57,7 @@ pub enum Error {
 /// Each names the flag or key, the value and what is allowed.
 pub fn parse(args: impl IntoIterator<Item = OsString>) -> Result<Cli, Error> {
     let args: Vec<OsString> = args.into_iter().collect();
-    let mut command = with_switches(Cli::command());
+    let mut command = with_environment(Cli::command());
     if let Some(path) = config_path(&args) {
         let text = std::fs::read_to_string(&path).map_err(|source| Error::Read {
             path: path.clone(),
@@ -84,7 +84,13 @@ fn config_path(args: &[OsString]) -> Option<PathBuf> {
             return Some(PathBuf::from(path));
         }
     }
-    std::env::var_os("BATON_CONFIG").map(PathBuf::from)
+    variable("BATON_CONFIG").map(PathBuf::from)
+}
+
+/// An environment variable. An empty one counts as absent, here and for every flag: that is what
+/// `${X:-}` in a compose file or an unset secret gives.
+pub fn variable(name: &str) -> Option<OsString> {
+    std::env::var_os(name).filter(|value| !value.is_empty())
 }
 
 /// Makes the file's values the defaults of the flags they name.
@@ -148,18 +154,27 @@ fn with_default(
     Ok(command.mut_arg(id, |arg| arg.required(false).default_values(values)))
 }
 
-/// Lets flags without a value be `1`, `yes` or `on` in the environment as well as `true`.
-fn with_switches(command: Command) -> Command {
+/// How flags read the environment: an empty variable is absent, and flags without a value may
+/// be `1`, `yes` or `on` as well as `true`.
+fn with_environment(command: Command) -> Command {
     let names: Vec<String> = command
         .get_subcommands()
         .map(|sub| sub.get_name().to_owned())
         .collect();
-    let command = command.mut_args(|arg| match arg.get_action() {
-        ArgAction::SetTrue => arg.value_parser(switch),
-        _ => arg,
+    let command = command.mut_args(|arg| {
+        // clap would take a variable that is set and empty for a value.
+        let empty = |name: &OsStr| std::env::var_os(name).is_some_and(|value| value.is_empty());
+        let arg = match arg.get_env().is_some_and(empty) {
+            true => arg.env(None::<&str>),
+            false => arg,
+        };
+        match arg.get_action() {
+            ArgAction::SetTrue => arg.value_parser(switch),
+            _ => arg,
+        }
     });
     names.into_iter().fold(command, |command, name| {
-        command.mut_subcommand(name, with_switches)
+        command.mut_subcommand(name, with_environment)
     })
 }
 

@@ -34,8 +34,7 @@ pub struct ServedModel {
 /// # Errors
 /// A model that cannot be found, fetched or read.
 pub fn load_model(args: &ModelArgs, quiet: bool) -> anyhow::Result<ServedModel> {
-    let cache = locate::cache_folder(args.cache_dir.as_deref())?;
-    let located = locate::locate(&args.model, &cache, quiet)?;
+    let located = locate::locate(&args.model, args.cache_dir.as_deref(), quiet)?;
     let model = open::open(&located, args.weights.weights, quiet)?;
     let name = args.model_name.clone().unwrap_or(located.name);
     Ok(ServedModel { name, model })

@@ -17,8 +17,7 @@ pub fn run(command: ModelCommand) -> anyhow::Result<()> {
 }
 
 fn find(args: &ModelFetchArgs) -> anyhow::Result<locate::Located> {
-    let cache = locate::cache_folder(args.cache_dir.as_deref())?;
-    locate::locate(&args.model, &cache, args.quiet)
+    locate::locate(&args.model, args.cache_dir.as_deref(), args.quiet)
 }
 
 fn fetch(args: &ModelFetchArgs) -> anyhow::Result<()> {
@@ -32,17 +31,18 @@ fn fetch(args: &ModelFetchArgs) -> anyhow::Result<()> {
 }
 
 fn list(args: &ModelListArgs) -> anyhow::Result<()> {
-    let cache = locate::cache_folder(args.cache_dir.as_deref())?;
+    // Without a cache folder nothing has been fetched.
+    let cache = locate::cache_folder(args.cache_dir.as_deref()).ok();
     let rows: Vec<serde_json::Value> = catalogue::CATALOGUE
         .iter()
         .map(|model| {
-            let path = cache.join(model.file);
+            let path = cache.as_ref().map(|cache| cache.join(model.file));
             serde_json::json!({
                 "name": model.name,
                 "about": model.about,
                 "licence": model.licence,
                 "bytes": model.bytes,
-                "path": path.is_file().then_some(path),
+                "path": path.filter(|path| path.is_file()),
             })
         })
         .collect();

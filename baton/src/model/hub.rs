@@ -6,9 +6,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use hf_hub::Cache;
 use hf_hub::api::sync::{ApiBuilder, ApiRepo};
 
 use super::locate::Located;
+use crate::config::variable;
 
 /// Files of a folder that the engine reads; the rest stays on the hub.
 const FOLDER_FILES: [&str; 6] = [
@@ -39,7 +41,7 @@ pub fn fetch(repository: &str, cache: &Path, quiet: bool) -> anyhow::Result<Loca
         Some((owner, name)) if named(owner) && named(name) => (owner, name),
         _ => bail!("`--model hf:{repository}`: expected hf:owner/repo or hf:owner/repo:file"),
     };
-    let api = ApiBuilder::from_env()
+    let api = settings_of_the_user(cache)
         .with_cache_dir(cache.join("hub"))
         .with_progress(!quiet)
         .build()
@@ -53,6 +55,21 @@ pub fn fetch(repository: &str, cache: &Path, quiet: bool) -> anyhow::Result<Loca
         path,
         name: name.to_owned(),
     })
+}
+
+/// The client's own settings: the endpoint, and the token in the user's folder for it. As
+/// `ApiBuilder::from_env`, which takes an empty variable for a value and panics without a home.
+fn settings_of_the_user(cache: &Path) -> ApiBuilder {
+    let own = variable("HF_HOME").map(PathBuf::from).or_else(|| {
+        let home = variable("HOME").map(PathBuf::from);
+        home.map(|home| home.join(".cache").join("huggingface"))
+    });
+    let token_beside = own.unwrap_or_else(|| cache.to_owned()).join("hub");
+    let builder = ApiBuilder::from_cache(Cache::new(token_beside));
+    match variable("HF_ENDPOINT").and_then(|url| url.into_string().ok()) {
+        Some(url) => builder.with_endpoint(url),
+        None => builder,
+    }
 }
 
 fn fetch_folder(repo: &ApiRepo) -> anyhow::Result<PathBuf> {

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, bail};
 
 use super::{catalogue, fetch, hub};
+use crate::config::variable;
 
 /// A model on this machine.
 #[derive(Clone, Debug)]
@@ -18,31 +19,36 @@ pub struct Located {
 /// The cache folder: `--cache-dir`, or `baton/models` in the user's cache folder.
 ///
 /// # Errors
-/// Neither a flag nor a home folder.
+/// Neither a flag nor a variable that says where that is.
 pub fn cache_folder(flag: Option<&Path>) -> anyhow::Result<PathBuf> {
     if let Some(folder) = flag {
         return Ok(folder.to_owned());
     }
-    let base = std::env::var_os("XDG_CACHE_HOME")
+    let base = variable("XDG_CACHE_HOME")
         .map(PathBuf::from)
-        .or_else(|| std::env::var_os("HOME").map(|home| PathBuf::from(home).join(".cache")));
+        .or_else(|| variable("HOME").map(|home| PathBuf::from(home).join(".cache")));
     match base {
         Some(base) => Ok(base.join("baton").join("models")),
-        None => bail!("no cache folder: set `--cache-dir`, or HOME"),
+        None => bail!(
+            "no folder to keep fetched models in: set `--cache-dir`, or the variable HOME or XDG_CACHE_HOME"
+        ),
     }
 }
 
-/// Finds or fetches the model that `spec` names.
+/// Finds or fetches the model that `spec` names; `cache_dir` is the flag's value. What is on
+/// this machine needs no cache folder.
 ///
 /// # Errors
-/// A path that does not exist, a name that is not known, a fetch that failed.
-pub fn locate(spec: &str, cache: &Path, quiet: bool) -> anyhow::Result<Located> {
+/// A path that does not exist, a name that is not known, a fetch that failed, no cache folder
+/// where one is needed.
+pub fn locate(spec: &str, cache_dir: Option<&Path>, quiet: bool) -> anyhow::Result<Located> {
+    let cache = || cache_folder(cache_dir).with_context(|| format!("`--model {spec}`"));
     if let Some(repository) = spec.strip_prefix("hf:") {
-        return hub::fetch(repository, cache, quiet);
+        return hub::fetch(repository, &cache()?, quiet);
     }
     if let Some(model) = catalogue::find(spec) {
         return Ok(Located {
-            path: fetch::ensure_model(model, cache, quiet)?,
+            path: fetch::ensure_model(model, &cache()?, quiet)?,
             name: model.name.to_owned(),
         });
     }
@@ -72,7 +78,7 @@ mod tests {
     #[test]
     fn an_unknown_model_is_refused_with_what_is_known() {
         let folder = tempfile::tempdir().unwrap();
-        let error = locate("no-such-model", folder.path(), true)
+        let error = locate("no-such-model", Some(folder.path()), true)
             .unwrap_err()
             .to_string();
         assert!(error.contains("no-such-model") && error.contains("smollm2-135m-instruct"));
@@ -83,7 +89,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tiny.gguf");
         std::fs::write(&path, b"x").unwrap();
-        let located = locate(path.to_str().unwrap(), folder.path(), true).unwrap();
+        let located = locate(path.to_str().unwrap(), Some(folder.path()), true).unwrap();
         assert_eq!(located.name, "tiny");
     }
 }

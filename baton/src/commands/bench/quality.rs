@@ -90,8 +90,8 @@ pub struct Row {
 /// A model or text that cannot be read, a text that is too short, a window beyond the
 /// model's context, formats the engine refuses.
 pub fn run(args: &QualityArgs) -> anyhow::Result<Quality> {
-    let cache = locate::cache_folder(args.cache_dir.as_deref())?;
-    let located = locate::locate(&args.model, &cache, args.report.quiet)?;
+    let cache = args.cache_dir.as_deref();
+    let located = locate::locate(&args.model, cache, args.report.quiet)?;
     let load = |weights| open::open(&located, weights, args.report.quiet);
     let reference = load(WeightFormat::F32)?;
     ensure!(
