@@ -95,11 +95,16 @@ pub(crate) async fn load_unless(
 /// the process and to its group.
 const SIGNAL_ECHO: Duration = Duration::from_millis(500);
 
-/// Cancelled by SIGTERM or Ctrl-C; a later second one ends the process at once.
+/// Cancelled by SIGTERM, by Ctrl-C or by SIGHUP (the terminal was closed); a later second one
+/// ends the process at once. SIGHUP stays ignored where the process was started so (`nohup`).
 pub(crate) fn shutdown_signal() -> anyhow::Result<CancellationToken> {
     use tokio::signal::unix::{SignalKind, signal};
     let mut terminate = signal(SignalKind::terminate()).context("watch SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("watch SIGINT")?;
+    let mut hangup = match ignores_hangup() {
+        true => None,
+        false => Some(signal(SignalKind::hangup()).context("watch SIGHUP")?),
+    };
     let token = CancellationToken::new();
     let cancelled = token.clone();
     // Lives as long as the process: the only thing that may end it early.
@@ -109,6 +114,7 @@ pub(crate) fn shutdown_signal() -> anyhow::Result<CancellationToken> {
             tokio::select! {
                 _ = terminate.recv() => {}
                 _ = interrupt.recv() => {}
+                () = received(&mut hangup) => {}
             }
             match first {
                 None => {
@@ -125,4 +131,22 @@ pub(crate) fn shutdown_signal() -> anyhow::Result<CancellationToken> {
         }
     });
     Ok(token)
+}
+
+/// Waits for a signal; for ever where it is not watched.
+async fn received(signal: &mut Option<tokio::signal::unix::Signal>) {
+    match signal {
+        Some(signal) => drop(signal.recv().await),
+        None => std::future::pending().await,
+    }
+}
+
+/// Whether whoever started the process had it ignore SIGHUP. Asked before the signal is watched,
+/// which would undo that.
+fn ignores_hangup() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    // A bit for each signal, the lowest for 1, which SIGHUP is.
+    mask.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok())
+        .is_some_and(|mask| mask & 1 == 1)
 }

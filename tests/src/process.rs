@@ -152,6 +152,11 @@ impl Process {
         self.signal(Signal::TERM);
     }
 
+    /// SIGHUP, as from a terminal that is closed; returns without waiting.
+    pub fn hang_up(&self) {
+        self.signal(Signal::HUP);
+    }
+
     /// SIGSTOP: it answers nothing any more, and its sockets stay open.
     pub fn freeze(&self) {
         self.signal(Signal::STOP);

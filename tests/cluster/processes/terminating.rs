@@ -9,6 +9,8 @@
 //! drain that is always waited out, with a router that does not end what is late, with a
 //! prefill worker that does not see its transfers out, and with no grace.
 
+mod hangup;
+
 use std::fs::OpenOptions;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
