@@ -14,6 +14,7 @@ use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand};
 
 use crate::commands::bench::flags::BenchCommand;
+use crate::version;
 
 pub(crate) mod help;
 
@@ -22,6 +23,7 @@ pub(crate) mod help;
 #[command(
     name = "baton",
     version,
+    long_version = version::long(),
     after_help = help::BATON
 )]
 pub struct Cli {
@@ -72,6 +74,12 @@ pub enum CliCommand {
     /// Fetch, list and inspect models.
     #[command(subcommand, after_help = help::MODEL)]
     Model(ModelCommand),
+    /// Print a script that completes commands and flags in a shell.
+    #[command(after_help = help::COMPLETIONS)]
+    Completions(CompletionsArgs),
+    /// Print a manual page, or write all of them into a folder.
+    #[command(after_help = help::MAN)]
+    Man(ManArgs),
 }
 
 impl CliCommand {
@@ -153,7 +161,8 @@ pub struct SimulateArgs {
     pub json: bool,
 }
 
-/// An address to listen at.
+/// An address to listen at. A host name is resolved here, and a name of this host's own
+/// (`localhost`) stands for its IPv4 address where it has one.
 fn address(text: &str) -> Result<SocketAddr, String> {
     let is_host_and_port = text
         .rsplit_once(':')
@@ -699,6 +708,26 @@ pub struct ModelListArgs {
     /// JSON instead of a table.
     #[arg(long, env = "BATON_JSON")]
     pub json: bool,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct CompletionsArgs {
+    /// The shell.
+    pub shell: clap_complete::Shell,
+}
+
+#[derive(Clone, Debug, Args)]
+pub struct ManArgs {
+    /// The command whose page is wanted, for example `bench load` [default: the whole program's].
+    pub of: Vec<String>,
+    /// Write the pages of all commands into this folder instead.
+    #[arg(
+        long,
+        env = "BATON_FOLDER",
+        value_name = "FOLDER",
+        conflicts_with = "of"
+    )]
+    pub folder: Option<PathBuf>,
 }
 
 #[cfg(test)]

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod chat;
 pub mod generate;
+pub mod manual;
 pub mod model;
 pub mod roles;
 #[cfg(feature = "simulate")]
@@ -36,6 +37,8 @@ pub fn run(command: CliCommand) -> anyhow::Result<()> {
         CliCommand::Generate(args) => generate::run(*args),
         CliCommand::Chat(args) => chat::run(*args),
         CliCommand::Top(args) => top::run(&args),
+        CliCommand::Completions(args) => manual::completions(&args),
+        CliCommand::Man(args) => manual::page(&args),
     }
 }
 

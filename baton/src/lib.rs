@@ -6,6 +6,7 @@
 //! model     short names, files, folders, the hub -> a path
 //! cluster   roles put together inside one process
 //! commands  what each subcommand does
+//! version   what this binary is
 //! ```
 //!
 //! This crate holds wiring only: roles are libraries below it.
@@ -16,3 +17,4 @@ pub mod commands;
 pub mod config;
 pub mod model;
 pub mod settings;
+pub mod version;

@@ -138,6 +138,19 @@ Examples:
   baton model inspect ./model.gguf --json
   baton model inspect ./folder-with-config-and-safetensors";
 
+pub const COMPLETIONS: &str = "\
+Examples:
+  source <(baton completions bash)
+      in this shell; as a line of ~/.bashrc in every one
+  baton completions zsh > ~/.zfunc/_baton
+  baton completions fish > ~/.config/fish/completions/baton.fish";
+
+pub const MAN: &str = "\
+Examples:
+  baton man | man -l -
+  baton man bench load | man -l -
+  baton man --folder /usr/local/share/man/man1";
+
 #[cfg(feature = "simulate")]
 pub const SIMULATE: &str = "\
 Examples:

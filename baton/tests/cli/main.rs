@@ -4,6 +4,7 @@
 //!
 //! What the cluster computes is not looked at here.
 
+mod machine;
 mod starved;
 mod top;
 
@@ -123,8 +124,6 @@ fn help_teaches_with_defaults_and_examples() {
         let help = succeeds(baton(&command).arg("--help"));
         assert_says(&help, &["Usage: baton", word]);
     }
-    let version = succeeds(&mut baton(&["--version"]));
-    assert!(version.starts_with("baton "), "{version}");
 }
 
 /// What a model becomes at load shows in its formats and its identity, and may come from
@@ -501,14 +500,40 @@ impl Up {
     }
 
     fn logging_to(log: Stdio, args: &[&str]) -> Self {
+        let mut command = Self::command();
+        command.args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]);
+        command.args(args);
+        Self::run(&mut command, log)
+    }
+
+    /// With its doors at these addresses.
+    fn at(http: &str, grpc: &str, args: &[&str]) -> Self {
+        let mut command = Self::command();
+        command.args(["--http", http, "--grpc", grpc]).args(args);
+        Self::run(&mut command, Stdio::piped())
+    }
+
+    /// By a line of a shell, whose arguments are the command.
+    fn start_by(line: &str) -> Self {
+        let mut command = Command::new("sh");
+        command.args(["-c", line, "sh"]);
+        let of = Self::command();
+        command.arg(of.get_program()).args(of.get_args());
+        command.args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]);
+        for (name, _) in of.get_envs() {
+            command.env_remove(name);
+        }
+        Self::run(&mut command, Stdio::piped())
+    }
+
+    fn command() -> Command {
+        baton(&["up", "--model", &fixture("rand")])
+    }
+
+    fn run(command: &mut Command, log: Stdio) -> Self {
         let started = Instant::now();
-        let mut child = baton(&["up", "--model", &fixture("rand")])
-            .args(["--http", "127.0.0.1:0", "--grpc", "127.0.0.1:0"])
-            .args(args)
-            .stdout(Stdio::piped())
-            .stderr(log)
-            .spawn()
-            .unwrap();
+        let command = command.stdout(Stdio::piped()).stderr(log);
+        let mut child = command.spawn().unwrap();
         let (sender, log) = mpsc::channel();
         let stderr = child.stderr.take();
         std::thread::spawn(move || {
@@ -548,8 +573,11 @@ impl Up {
     }
 
     fn terminate(&self) {
-        let pid = Pid::from_child(&self.child);
-        kill_process(pid, Signal::TERM).unwrap();
+        self.signal(Signal::TERM);
+    }
+
+    fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
     /// Waits for a clean end; what was logged.

@@ -19,6 +19,13 @@ pub enum Isa {
 }
 
 impl Isa {
+    /// Every set that is compiled in, narrowest first.
+    #[cfg(target_arch = "x86_64")]
+    pub const COMPILED: &[Isa] = &[Isa::Scalar, Isa::Avx2, Isa::Avx512];
+    /// Every set that is compiled in, narrowest first.
+    #[cfg(not(target_arch = "x86_64"))]
+    pub const COMPILED: &[Isa] = &[Isa::Scalar];
+
     /// The widest set this processor has.
     pub fn detect() -> Isa {
         [Isa::Avx512, Isa::Avx2]
@@ -75,9 +82,8 @@ impl Isa {
 
     /// Every set this processor has, narrowest first.
     pub fn available() -> impl Iterator<Item = Isa> {
-        [Isa::Scalar, Isa::Avx2, Isa::Avx512]
-            .into_iter()
-            .filter(|isa| isa.is_available())
+        let compiled = Self::COMPILED.iter().copied();
+        compiled.filter(|isa| isa.is_available())
     }
 }
 
