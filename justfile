@@ -8,6 +8,10 @@ up *flags:
 test:
     ./scripts/test
 
+# On a minimal Debian that has nothing, for example `just fresh ./scripts/up`.
+fresh *command:
+    ./scripts/fresh-machine {{command}}
+
 fmt:
     cargo fmt --all
 
