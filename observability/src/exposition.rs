@@ -7,17 +7,20 @@
 use prometheus_client::encoding::text;
 use prometheus_client::registry::Registry;
 
+use crate::label_value::label_value;
+
 /// The content type of the text this module makes.
 pub const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
 
 /// Names of constant labels; no metric has a label of its own that is called so.
 pub const CONSTANT_LABELS: [&str; 4] = ["model_name", "engine", "role", "pool"];
 
-/// A registry whose every series carries `labels`, out of [`CONSTANT_LABELS`].
+/// A registry whose every series carries `labels`, out of [`CONSTANT_LABELS`]. The values
+/// may be any text.
 pub fn registry(labels: &[(&'static str, &str)]) -> Registry {
     let labels = labels
         .iter()
-        .map(|(key, value)| ((*key).into(), (*value).to_owned().into()));
+        .map(|(key, value)| ((*key).into(), label_value(value).into()));
     Registry::with_labels(labels)
 }
 

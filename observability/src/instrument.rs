@@ -14,6 +14,7 @@ use std::time::Duration;
 use prometheus_client::encoding::{EncodeMetric, MetricEncoder, NoLabelSet};
 use prometheus_client::metrics::MetricType;
 
+use crate::label_value::label_value;
 use crate::labels::Label;
 
 /// A count that only goes up.
@@ -249,15 +250,16 @@ impl<L: Label, M: Instrument> Instrument for ByLabel<L, M> {
 /// Facts as labels of a gauge that is always 1. Absent until set.
 #[derive(Clone, Debug, Default)]
 pub struct Info {
+    /// Escaped.
     pairs: Arc<RwLock<Vec<(&'static str, String)>>>,
 }
 
 impl Info {
-    /// Replaces the facts.
+    /// Replaces the facts, which may be any text.
     pub fn set(&self, pairs: &[(&'static str, &str)]) {
         let pairs = pairs
             .iter()
-            .map(|(key, value)| (*key, (*value).to_owned()))
+            .map(|(key, value)| (*key, label_value(value)))
             .collect();
         // The lock guards plain data that a panic cannot leave half written.
         *self

@@ -15,11 +15,13 @@ pub mod buckets;
 pub mod catalogue;
 pub mod exposition;
 pub mod instrument;
+pub mod label_value;
 pub mod labels;
 pub mod latency;
 mod listener;
 pub mod logging;
 pub mod metrics;
+pub mod one_line;
 pub mod roofline;
 #[cfg(feature = "test-support")]
 pub mod test_certificates;

@@ -8,6 +8,8 @@ use std::io::IsTerminal as _;
 use tracing::Span;
 use tracing_subscriber::EnvFilter;
 
+use crate::one_line::OneLine;
+
 /// How a log line looks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -68,18 +70,21 @@ pub fn init(format: LogFormat, filter: &str) -> Result<(), Error> {
         .with_env_filter(filter)
         // A line that cannot be written (a full disk) is lost. Saying so on standard error,
         // where it was to go, would panic.
-        .log_internal_errors(false)
-        .with_writer(std::io::stderr);
+        .log_internal_errors(false);
     let installed = if format.is_json() {
+        // JSON escapes what would break a line.
         builder
+            .with_writer(std::io::stderr)
             .json()
             .flatten_event(true)
             .with_span_list(false)
             .try_init()
     } else {
+        let coloured = std::io::stderr().is_terminal();
         builder
+            .with_writer(move || OneLine::new(std::io::stderr(), coloured))
             .compact()
-            .with_ansi(std::io::stderr().is_terminal())
+            .with_ansi(coloured)
             .try_init()
     };
     installed.map_err(|_| Error::Installed)
@@ -160,6 +165,30 @@ mod tests {
         assert_eq!(line["message"], "reserved");
         assert_eq!(line["span"]["request_id"], "req-1");
         assert_eq!(line["span"]["worker"], "decode-0");
+    }
+
+    /// A hostile worker id in both formats: one record stays one line.
+    #[test]
+    fn a_line_break_in_a_value_makes_no_second_record() {
+        let hostile = "d1\nFORGED \u{1b}[31m";
+        let say = || tracing::info!(worker = %hostile, "joined {hostile}");
+        let line = |sink: &Sink| {
+            let text = String::from_utf8(sink.0.lock().unwrap().clone()).unwrap();
+            let line = text.strip_suffix('\n').unwrap().to_owned();
+            assert!(!line.contains(char::is_control), "{line:?}");
+            line
+        };
+        let (json, compact) = (Sink::default(), Sink::default());
+        let (to_json, to_compact) = (json.clone(), compact.clone());
+        let builder = tracing_subscriber::fmt().json().flatten_event(true);
+        let subscriber = builder.with_writer(move || to_json.clone()).finish();
+        tracing::subscriber::with_default(subscriber, say);
+        let builder = tracing_subscriber::fmt().compact().with_ansi(false);
+        let subscriber = builder.with_writer(move || OneLine::new(to_compact.clone(), false));
+        tracing::subscriber::with_default(subscriber.finish(), say);
+        let record: serde_json::Value = serde_json::from_str(&line(&json)).unwrap();
+        assert_eq!(record["worker"], hostile);
+        assert!(line(&compact).contains("d1\\nFORGED"));
     }
 
     #[test]

@@ -10,6 +10,7 @@ mod source;
 
 use std::time::{Duration, Instant};
 
+use baton_observability::one_line::one_line;
 use baton_router::ClusterView;
 use tokio::sync::mpsc;
 
@@ -60,13 +61,13 @@ pub fn run(args: &TopArgs) -> anyhow::Result<()> {
                 // Nothing to keep showing: most likely a wrong address.
                 (Err(error), _) if last.is_none() => return Err(error),
                 (Err(error), Some(screen)) => {
-                    let said = error.to_string();
+                    let said = one_line(&error.to_string()).into_owned();
                     screen.draw(|width| match &last {
                         Some(look) => frame::lines(&args.url, look, None, width, Some(&said)),
                         None => vec![said.clone()],
                     })?;
                 }
-                (Err(error), None) => eprintln!("error: {error}"),
+                (Err(error), None) => eprintln!("error: {}", one_line(&error.to_string())),
             }
             tokio::select! {
                 () = tokio::time::sleep(interval) => {}

@@ -1,5 +1,6 @@
-//! One look at a cluster as lines of text.
+//! One look at a cluster as lines of text. Whatever a router sends stays within its line.
 
+use baton_observability::one_line::one_line;
 use baton_router::view::{BlockView, WorkerView};
 use console::{Style, measure_text_width, pad_str, style, truncate_str};
 
@@ -41,7 +42,7 @@ pub fn lines(
         let age = look.at.elapsed().as_secs();
         lines.push(format!(
             "{} ({age} s ago is the last look)",
-            style(trouble).red()
+            style(one_line(trouble)).red()
         ));
     }
     lines.push(String::new());
@@ -63,7 +64,7 @@ fn head(url: &str, look: &Look, last: Option<&Look>) -> Vec<String> {
     let state = if router.ready {
         style("ready".to_owned()).green()
     } else {
-        style(format!("not ready: {}", router.reason)).red()
+        style(format!("not ready: {}", one_line(&router.reason))).red()
     };
     let mut first = format!("{}  {url}  {state}", style("baton").bold());
     if router.membership_stale {
@@ -123,7 +124,7 @@ fn table(look: &Look, last: Option<&Look>, lines: &mut Vec<String>) {
     for (worker, row) in workers.iter().zip(&rows) {
         lines.push(line(row));
         if !worker.reason.is_empty() {
-            lines.push(format!("    {}", style(&worker.reason).dim()));
+            lines.push(format!("    {}", style(one_line(&worker.reason)).dim()));
         }
     }
 }
@@ -134,18 +135,18 @@ fn row(worker: &WorkerView, look: &Look, last: Option<&Look>) -> [String; 12] {
         let mut same = known.filter(|w| w.id == worker.id && w.epoch == worker.epoch);
         same.next().map_or(u64::MAX, |worker| worker.handoffs_total)
     });
-    let epoch: String = worker.epoch.chars().take(EPOCH_DIGITS).collect();
+    let epoch: String = one_line(&worker.epoch).chars().take(EPOCH_DIGITS).collect();
     let unknown = || "-".to_owned();
     let share = |part: u64, whole: u64| match whole {
         0 => unknown(),
         _ => format!("{} %", part * 100 / whole),
     };
     [
-        worker.id.clone(),
+        one_line(&worker.id).into_owned(),
         epoch,
-        worker.role.clone(),
+        one_line(&worker.role).into_owned(),
         state_style(&worker.state)
-            .apply_to(&worker.state)
+            .apply_to(one_line(&worker.state))
             .to_string(),
         worker.requests_running.to_string(),
         worker.requests_waiting.to_string(),
@@ -157,7 +158,7 @@ fn row(worker: &WorkerView, look: &Look, last: Option<&Look>) -> [String; 12] {
             worker.prefix_queries_tokens_total,
         ),
         worker.preemptions_total.to_string(),
-        worker.control.clone(),
+        one_line(&worker.control).into_owned(),
     ]
 }
 
@@ -268,6 +269,31 @@ p1      00112233  prefill  lost     0     0        0  -                         
         assert_eq!(shown, expected, "\n{shown}\n");
         for line in plain(&now, Some(&before), 40).lines() {
             assert!(line.chars().count() <= 40, "{line}");
+        }
+    }
+
+    #[test]
+    fn what_a_router_sends_neither_adds_lines_nor_moves_the_cursor() {
+        let hostile = "x\nd9  ready \u{1b}[2J\u{9b}1A\r";
+        let all = WorkerView {
+            id: hostile.to_owned(),
+            epoch: hostile.to_owned(),
+            role: hostile.to_owned(),
+            state: hostile.to_owned(),
+            reason: hostile.to_owned(),
+            control: hostile.to_owned(),
+            ..WorkerView::default()
+        };
+        let router = RouterView {
+            reason: hostile.to_owned(),
+            ..RouterView::default()
+        };
+        console::set_colors_enabled(false);
+        let seen = look(Instant::now(), router, vec![all]);
+        let lines = lines("http://here", &seen, None, usize::MAX, Some(hostile));
+        assert_eq!(lines.len(), 7, "{lines:#?}");
+        for line in lines {
+            assert!(!line.contains(char::is_control), "{line:?}");
         }
     }
 
