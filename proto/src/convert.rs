@@ -35,23 +35,23 @@ pub fn sampling_from_wire(
     seed_default: u64,
 ) -> SamplingParams {
     let defaults = SamplingParams::default();
+    // Minus zero is zero, also to what compares parameters by their bits.
+    let float = |given: Option<f32>, default: f32| given.unwrap_or(default) + 0.0;
     let mut logit_bias: Vec<(TokenId, f32)> = wire
         .logit_bias
         .iter()
-        .map(|(id, bias)| (*id, *bias))
+        .map(|(id, bias)| (*id, *bias + 0.0))
         .collect();
     // A map has no order; sampling must not depend on one.
     logit_bias.sort_by_key(|(id, _)| *id);
     SamplingParams {
-        temperature: wire.temperature.unwrap_or(defaults.temperature),
+        temperature: float(wire.temperature, defaults.temperature),
         top_k: wire.top_k.unwrap_or(defaults.top_k),
-        top_p: wire.top_p.unwrap_or(defaults.top_p),
-        min_p: wire.min_p.unwrap_or(defaults.min_p),
-        repetition_penalty: wire
-            .repetition_penalty
-            .unwrap_or(defaults.repetition_penalty),
-        presence_penalty: wire.presence_penalty.unwrap_or(defaults.presence_penalty),
-        frequency_penalty: wire.frequency_penalty.unwrap_or(defaults.frequency_penalty),
+        top_p: float(wire.top_p, defaults.top_p),
+        min_p: float(wire.min_p, defaults.min_p),
+        repetition_penalty: float(wire.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty: float(wire.presence_penalty, defaults.presence_penalty),
+        frequency_penalty: float(wire.frequency_penalty, defaults.frequency_penalty),
         logit_bias,
         seed: wire.seed.unwrap_or(seed_default),
         n: wire.n.unwrap_or(defaults.n),
@@ -170,6 +170,23 @@ pub fn forced_from_wire(wire: &[v1::TokenIds], n: u32) -> Result<Vec<Vec<TokenId
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn minus_zero_is_zero() {
+        let wire = v1::SamplingParams {
+            temperature: Some(-0.0),
+            presence_penalty: Some(-0.0),
+            logit_bias: [(3, -0.0)].into(),
+            ..v1::SamplingParams::default()
+        };
+        let params = sampling_from_wire(&wire, 1, 2);
+        let floats = [
+            params.temperature,
+            params.presence_penalty,
+            params.logit_bias[0].1,
+        ];
+        assert_eq!(floats.map(f32::to_bits), [0; 3]);
+    }
 
     #[test]
     fn sampling_parameters_survive_the_wire() {

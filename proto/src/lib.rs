@@ -9,6 +9,7 @@ pub mod address;
 pub mod block_hash;
 pub mod cache_names;
 pub mod error;
+pub mod float_range;
 pub mod ids;
 pub mod kv_layout;
 pub mod limits;

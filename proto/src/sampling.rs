@@ -1,13 +1,13 @@
 //! Sampling parameters, their defaults and their allowed ranges.
 //!
 //! One table for every front door and worker. A value outside its range is
-//! refused by name, never clamped.
+//! refused by name, never clamped. Floats have their ranges in [`float_range`].
 
 use serde::{Deserialize, Serialize};
 
 use crate::error::Error;
 use crate::ids::TokenId;
-use crate::limits;
+use crate::{float_range, limits};
 
 /// How the tokens of one request are drawn.
 ///
@@ -80,17 +80,12 @@ impl SamplingParams {
     /// # Errors
     /// [`crate::ErrorKind::Invalid`] naming the first wrong field and the range.
     pub fn validate(&self, vocab: u32) -> Result<(), Error> {
-        range("temperature", self.temperature, 0.0, 100.0)?;
-        range("min_p", self.min_p, 0.0, 1.0)?;
-        range("repetition_penalty", self.repetition_penalty, 0.01, 100.0)?;
-        range("presence_penalty", self.presence_penalty, -2.0, 2.0)?;
-        range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)?;
-        if !(self.top_p > 0.0 && self.top_p <= 1.0) {
-            return Err(Error::invalid(
-                "top_p",
-                format!("{} is not above 0 and at most 1", self.top_p),
-            ));
-        }
+        float_range::TEMPERATURE.check(self.temperature)?;
+        float_range::MIN_P.check(self.min_p)?;
+        float_range::REPETITION_PENALTY.check(self.repetition_penalty)?;
+        float_range::PRESENCE_PENALTY.check(self.presence_penalty)?;
+        float_range::FREQUENCY_PENALTY.check(self.frequency_penalty)?;
+        float_range::TOP_P.check(self.top_p)?;
         if self.n == 0 || self.n > limits::CHOICES_MAX {
             return Err(Error::invalid(
                 "n",
@@ -150,21 +145,12 @@ impl SamplingParams {
         }
         for (id, bias) in &self.logit_bias {
             token("logit_bias", *id, vocab)?;
-            range("logit_bias", *bias, -100.0, 100.0)?;
+            float_range::LOGIT_BIAS.check(*bias).map_err(|error| {
+                let message = format!("of token {id}: {}", error.message);
+                Error::invalid(error.field, message)
+            })?;
         }
         Ok(())
-    }
-}
-
-fn range(field: &str, value: f32, low: f32, high: f32) -> Result<(), Error> {
-    // A NaN is in no range.
-    if value >= low && value <= high {
-        Ok(())
-    } else {
-        Err(Error::invalid(
-            field,
-            format!("{value} is not in {low}..={high}"),
-        ))
     }
 }
 

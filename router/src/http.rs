@@ -5,6 +5,7 @@
 //!
 //! ```text
 //! wire      the JSON bodies clients send, unknown fields refused by name
+//! number    whole numbers of those bodies
 //! request   wire -> GenerateRequest
 //! answer    events -> one JSON answer
 //! stream    events -> server-sent events
@@ -16,6 +17,7 @@
 mod answer;
 mod fault;
 mod logprobs;
+mod number;
 mod page;
 mod request;
 mod stream;
@@ -324,7 +326,10 @@ fn parse<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Error> {
     let value: T = serde_path_to_error::deserialize(&mut parser).map_err(|error| {
         let path = error.path().to_string();
         let field = if path == "." { String::new() } else { path };
-        let message = error.into_inner().to_string();
+        let mut message = error.into_inner().to_string();
+        if let Some(allowed) = number::allowed(&field) {
+            message.push_str(&format!(" (allowed: {allowed})"));
+        }
         Error::invalid(field, message).with_reason("invalid_json")
     })?;
     parser.end().map_err(|error| {

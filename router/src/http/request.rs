@@ -5,9 +5,11 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use baton_proto::float_range::{self, FloatRange};
 use baton_proto::{Error, limits, v1};
 use serde_json::Value;
 
+use super::number::{self, Whole};
 use super::wire;
 use crate::resume::from_hex;
 
@@ -33,20 +35,19 @@ pub(crate) struct Shape {
 macro_rules! sampling {
     ($body:ident, $max_tokens:expr, $logprobs:expr) => {
         v1::SamplingParams {
-            temperature: $body.temperature,
-            top_k: $body.top_k,
-            top_p: $body.top_p,
-            min_p: $body.min_p,
-            repetition_penalty: $body.repetition_penalty,
-            presence_penalty: $body.presence_penalty,
-            frequency_penalty: $body.frequency_penalty,
+            temperature: narrow(&float_range::TEMPERATURE, $body.temperature)?,
+            top_k: $body.top_k.map(|whole| whole.0),
+            top_p: narrow(&float_range::TOP_P, $body.top_p)?,
+            min_p: narrow(&float_range::MIN_P, $body.min_p)?,
+            repetition_penalty: narrow(&float_range::REPETITION_PENALTY, $body.repetition_penalty)?,
+            presence_penalty: narrow(&float_range::PRESENCE_PENALTY, $body.presence_penalty)?,
+            frequency_penalty: narrow(&float_range::FREQUENCY_PENALTY, $body.frequency_penalty)?,
             logit_bias: logit_bias($body.logit_bias.take())?,
-            // A negative seed is a seed: its bits are kept.
-            seed: $body.seed.map(i64::cast_unsigned),
-            n: $body.n,
+            seed: $body.seed.map(|seed| seed.0),
+            n: $body.n.map(|whole| whole.0),
             max_tokens: $max_tokens,
-            min_tokens: $body.min_tokens,
-            stop_token_ids: $body.stop_token_ids.take().unwrap_or_default(),
+            min_tokens: $body.min_tokens.map(|whole| whole.0),
+            stop_token_ids: number::all($body.stop_token_ids.take().unwrap_or_default()),
             ignore_eos: $body.ignore_eos,
             logprobs: $logprobs,
         }
@@ -75,12 +76,13 @@ impl Call {
             !body.modalities.as_ref().is_none_or(text_only),
         )?;
         refuse_format(body.response_format.as_ref())?;
-        let max_tokens = one_limit(body.max_tokens, body.max_completion_tokens)?;
+        let whole = |given: Option<Whole<u32>>| given.map(|whole| whole.0);
+        let max_tokens = one_limit(whole(body.max_tokens), whole(body.max_completion_tokens))?;
         let wants_logprobs = body.logprobs.unwrap_or(false);
         if body.top_logprobs.is_some() && !wants_logprobs {
             return Err(Error::invalid("top_logprobs", "needs `logprobs: true`"));
         }
-        let logprobs = wants_logprobs.then(|| body.top_logprobs.unwrap_or(0));
+        let logprobs = wants_logprobs.then(|| whole(body.top_logprobs).unwrap_or(0));
         let sampling = sampling!(body, max_tokens, logprobs);
         let shape = shape(
             true,
@@ -100,7 +102,7 @@ impl Call {
             exact: body.exact,
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
-            priority: body.priority.unwrap_or_default(),
+            priority: body.priority.map_or(0, |whole| whole.0),
             resume: resume(body.resume, &shape, 1)?,
             ..v1::GenerateRequest::default()
         };
@@ -121,16 +123,18 @@ impl Call {
         )?;
         refuse_if(
             "best_of",
-            body.best_of.is_some_and(|best| best != body.n.unwrap_or(1)),
+            body.best_of
+                .is_some_and(|best| best != body.n.unwrap_or(Whole(1))),
         )?;
         refuse_format(body.response_format.as_ref())?;
-        let sampling = sampling!(body, body.max_tokens, body.logprobs);
+        let logprobs = body.logprobs.map(|top| top.0);
+        let sampling = sampling!(body, body.max_tokens.map(|whole| whole.0), logprobs);
         let shape = shape(
             false,
             body.stream,
             body.stream_options.as_ref(),
             sampling.n,
-            body.logprobs,
+            logprobs,
         )?;
         let stop = body.stop.map(wire::Stop::into_vec).unwrap_or_default();
         let prompts = prompts(body.prompt)?;
@@ -144,7 +148,7 @@ impl Call {
             exact: body.exact,
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
-            priority: body.priority.unwrap_or_default(),
+            priority: body.priority.map_or(0, |whole| whole.0),
             resume: resume.clone(),
             ..v1::GenerateRequest::default()
         };
@@ -172,15 +176,15 @@ fn resume(
     }
     for (index, choice) in given.choices.iter().enumerate() {
         let counted = choice.tokens_received.is_some() || choice.token_ids.is_some();
-        if shape.logprobs && !counted && choice.text_bytes_received > 0 {
+        if shape.logprobs && !counted && choice.text_bytes_received.0 > 0 {
             let field = format!("resume.choices[{index}].tokens_received");
             return Err(Error::invalid(field, "is needed beside logprobs"));
         }
     }
     let choices = given.choices.into_iter().map(|choice| v1::ResumeChoice {
-        tokens_received: choice.tokens_received,
-        text_bytes_received: choice.text_bytes_received,
-        token_ids: choice.token_ids.unwrap_or_default(),
+        tokens_received: choice.tokens_received.map(|whole| whole.0),
+        text_bytes_received: choice.text_bytes_received.0,
+        token_ids: number::all(choice.token_ids.unwrap_or_default()),
     });
     Ok(Some(v1::Resume {
         resume_token: from_hex(&given.resume_token)?,
@@ -303,7 +307,12 @@ fn one_limit(old: Option<u32>, new: Option<u32>) -> Result<Option<u32>, Error> {
     }
 }
 
-fn logit_bias(given: Option<BTreeMap<String, f32>>) -> Result<HashMap<u32, f32>, Error> {
+/// A float within its range, as it is used.
+fn narrow(range: &FloatRange, given: Option<f64>) -> Result<Option<f32>, Error> {
+    given.map(|value| range.narrow(value)).transpose()
+}
+
+fn logit_bias(given: Option<BTreeMap<String, f64>>) -> Result<HashMap<u32, f32>, Error> {
     given
         .unwrap_or_default()
         .into_iter()
@@ -311,6 +320,10 @@ fn logit_bias(given: Option<BTreeMap<String, f32>>) -> Result<HashMap<u32, f32>,
             let parsed = id.parse::<u32>().map_err(|_| {
                 let shown: String = id.chars().take(40).collect();
                 Error::invalid("logit_bias", format!("`{shown}` is not a token id"))
+            })?;
+            let bias = float_range::LOGIT_BIAS.narrow(bias).map_err(|error| {
+                let message = format!("of token {parsed}: {}", error.message);
+                Error::invalid(error.field, message)
             })?;
             Ok((parsed, bias))
         })

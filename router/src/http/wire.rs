@@ -12,6 +12,8 @@ use baton_proto::v1;
 use serde::Deserialize;
 use serde_json::Value;
 
+use super::number::{Seed, Whole};
+
 /// A field that is taken and has no effect: bookkeeping of the client's.
 pub(crate) type Ignored = Option<serde::de::IgnoredAny>;
 /// A field that would change the answer; refused unless absent or null.
@@ -54,10 +56,14 @@ pub(crate) struct Resume {
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct ResumeChoice {
-    pub(crate) tokens_received: Option<u32>,
-    #[serde(default)]
-    pub(crate) text_bytes_received: u64,
-    pub(crate) token_ids: Option<Vec<u32>>,
+    pub(crate) tokens_received: Option<Whole<u32>>,
+    #[serde(default = "nothing")]
+    pub(crate) text_bytes_received: Whole<u64>,
+    pub(crate) token_ids: Option<Vec<Whole<u32>>>,
+}
+
+fn nothing() -> Whole<u64> {
+    Whole(0)
 }
 
 /// One stop string or several.
@@ -97,31 +103,31 @@ pub(crate) struct ChatCompletion {
     pub(crate) messages: Vec<Value>,
     pub(crate) add_generation_prompt: Option<bool>,
     pub(crate) logprobs: Option<bool>,
-    pub(crate) top_logprobs: Option<u32>,
-    pub(crate) max_completion_tokens: Option<u32>,
+    pub(crate) top_logprobs: Option<Whole<u32>>,
+    pub(crate) max_completion_tokens: Option<Whole<u32>>,
 
-    pub(crate) max_tokens: Option<u32>,
-    pub(crate) temperature: Option<f32>,
-    pub(crate) top_p: Option<f32>,
-    pub(crate) top_k: Option<u32>,
-    pub(crate) min_p: Option<f32>,
-    pub(crate) n: Option<u32>,
+    pub(crate) max_tokens: Option<Whole<u32>>,
+    pub(crate) temperature: Option<f64>,
+    pub(crate) top_p: Option<f64>,
+    pub(crate) top_k: Option<Whole<u32>>,
+    pub(crate) min_p: Option<f64>,
+    pub(crate) n: Option<Whole<u32>>,
     pub(crate) stop: Option<Stop>,
     pub(crate) include_stop_str_in_output: Option<bool>,
-    pub(crate) stop_token_ids: Option<Vec<u32>>,
-    pub(crate) seed: Option<i64>,
-    pub(crate) presence_penalty: Option<f32>,
-    pub(crate) frequency_penalty: Option<f32>,
-    pub(crate) repetition_penalty: Option<f32>,
-    pub(crate) logit_bias: Option<BTreeMap<String, f32>>,
-    pub(crate) min_tokens: Option<u32>,
+    pub(crate) stop_token_ids: Option<Vec<Whole<u32>>>,
+    pub(crate) seed: Option<Seed>,
+    pub(crate) presence_penalty: Option<f64>,
+    pub(crate) frequency_penalty: Option<f64>,
+    pub(crate) repetition_penalty: Option<f64>,
+    pub(crate) logit_bias: Option<BTreeMap<String, f64>>,
+    pub(crate) min_tokens: Option<Whole<u32>>,
     pub(crate) ignore_eos: Option<bool>,
     pub(crate) stream: Option<bool>,
     pub(crate) stream_options: Option<StreamOptions>,
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
     pub(crate) slo: Option<Slo>,
-    pub(crate) priority: Option<i32>,
+    pub(crate) priority: Option<Whole<i32>>,
     pub(crate) resume: Option<Resume>,
 
     pub(crate) response_format: Option<Value>,
@@ -158,33 +164,33 @@ pub(crate) struct Completion {
     pub(crate) model: Option<String>,
     pub(crate) prompt: Option<Prompt>,
     /// Alternatives beside each token; absent or null reports nothing.
-    pub(crate) logprobs: Option<u32>,
+    pub(crate) logprobs: Option<Whole<u32>>,
 
-    pub(crate) max_tokens: Option<u32>,
-    pub(crate) temperature: Option<f32>,
-    pub(crate) top_p: Option<f32>,
-    pub(crate) top_k: Option<u32>,
-    pub(crate) min_p: Option<f32>,
-    pub(crate) n: Option<u32>,
+    pub(crate) max_tokens: Option<Whole<u32>>,
+    pub(crate) temperature: Option<f64>,
+    pub(crate) top_p: Option<f64>,
+    pub(crate) top_k: Option<Whole<u32>>,
+    pub(crate) min_p: Option<f64>,
+    pub(crate) n: Option<Whole<u32>>,
     pub(crate) stop: Option<Stop>,
     pub(crate) include_stop_str_in_output: Option<bool>,
-    pub(crate) stop_token_ids: Option<Vec<u32>>,
-    pub(crate) seed: Option<i64>,
-    pub(crate) presence_penalty: Option<f32>,
-    pub(crate) frequency_penalty: Option<f32>,
-    pub(crate) repetition_penalty: Option<f32>,
-    pub(crate) logit_bias: Option<BTreeMap<String, f32>>,
-    pub(crate) min_tokens: Option<u32>,
+    pub(crate) stop_token_ids: Option<Vec<Whole<u32>>>,
+    pub(crate) seed: Option<Seed>,
+    pub(crate) presence_penalty: Option<f64>,
+    pub(crate) frequency_penalty: Option<f64>,
+    pub(crate) repetition_penalty: Option<f64>,
+    pub(crate) logit_bias: Option<BTreeMap<String, f64>>,
+    pub(crate) min_tokens: Option<Whole<u32>>,
     pub(crate) ignore_eos: Option<bool>,
     pub(crate) stream: Option<bool>,
     pub(crate) stream_options: Option<StreamOptions>,
     pub(crate) exact: Option<bool>,
     pub(crate) use_cache: Option<bool>,
     pub(crate) slo: Option<Slo>,
-    pub(crate) priority: Option<i32>,
+    pub(crate) priority: Option<Whole<i32>>,
     pub(crate) resume: Option<Resume>,
 
-    pub(crate) best_of: Option<u32>,
+    pub(crate) best_of: Option<Whole<u32>>,
     pub(crate) echo: Option<bool>,
     pub(crate) suffix: Option<String>,
     pub(crate) response_format: Option<Value>,
