@@ -41,7 +41,7 @@ use crate::request::{Action, DecodeEvent, Event, PrefillEvent, Request, Spec, St
 use crate::resume::fences::Fenced;
 use crate::resume::prompt_hash;
 use crate::resume::received::Cursor;
-use crate::text::{ChoiceText, StopRules};
+use crate::text::{ChoiceText, StopRules, TokenText};
 use crate::workers::{Placed, ServedModel, Worker, Workers};
 
 /// How long a whole answer waits for the prefill worker's word on its cache. The word
@@ -68,6 +68,20 @@ pub struct Job {
     pub permit: Permit,
     pub fenced: Fenced,
     pub resumed: Option<Resumed>,
+}
+
+impl Job {
+    /// What tokens gave to the text, for those who asked about tokens.
+    fn token_texts(&self, texts: Vec<TokenText>) -> Vec<v1::TokenText> {
+        if self.sampling.logprobs.is_none() {
+            return Vec::new();
+        }
+        let wire = |text: TokenText| v1::TokenText {
+            bytes: text.bytes,
+            offset: text.offset,
+        };
+        texts.into_iter().map(wire).collect()
+    }
 }
 
 /// What a client that resumes its stream brings along.
@@ -395,9 +409,10 @@ impl Driver {
                 let finished = v1::ChoiceFinished {
                     choice,
                     reason: reason.into(),
-                    text: rest,
+                    text: rest.text,
                     output_tokens: text.tokens(),
                     stop_string,
+                    token_texts: self.job.token_texts(rest.token_texts),
                 };
                 let event = v1::generate_event::Event::Finished(finished);
                 return self.deliver(event).await.err();
@@ -466,7 +481,7 @@ impl Driver {
             output_tokens: text.tokens(),
         });
         let cursor = &mut self.cursors[choice as usize];
-        let rest = match cursor.pass(piece, &self.job.model.tokenizer) {
+        let rest = match cursor.pass(piece) {
             Ok(rest) => rest,
             Err(error) => return Some(self.give_up(error)),
         };
@@ -488,7 +503,7 @@ impl Driver {
             ids: rest.tokens.iter().map(|token| token.id).collect(),
             logprobs: logprobs.map(v1::Logprobs::from).collect(),
             text: rest.text,
-            characters_before: rest.characters_before,
+            token_texts: self.job.token_texts(rest.token_texts),
         };
         if let Err(failed) = self
             .deliver(v1::generate_event::Event::Tokens(tokens))

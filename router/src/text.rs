@@ -3,13 +3,19 @@
 //!
 //! The rule for `min_tokens`: text that became certain with a token below it is
 //! never looked at for stop strings, so a stop string that begins there does not
-//! match. A token that completes a match is counted; nothing after it is.
+//! match. A token that completes a match is counted; nothing after it is. The same holds
+//! for special tokens that a stop string spells out.
+
+mod shares;
 
 use std::sync::Arc;
 
 use baton_proto::TokenId;
 use baton_proto::sampling::SampledToken;
-use baton_tokenizer::{StopMatcher, TextStream, Tokenizer};
+use baton_tokenizer::{StopMatcher, StopStep, TextStream, Tokenizer};
+
+use shares::Shares;
+pub use shares::TokenText;
 
 /// What the text layer needs of a request.
 #[derive(Clone, Debug, Default)]
@@ -33,6 +39,9 @@ pub struct Piece {
     /// The tokens that count: all of the run, or those up to a match.
     pub tokens: Vec<SampledToken>,
     pub text: String,
+    /// What tokens gave to the text, as far as it became certain: in order, each once. They
+    /// may be tokens of earlier runs, and those of `tokens` may come later.
+    pub token_texts: Vec<TokenText>,
     /// A stop string matched with the last of `tokens`.
     pub stopped: bool,
 }
@@ -40,7 +49,9 @@ pub struct Piece {
 /// The text of one choice.
 #[derive(Debug)]
 pub struct ChoiceText {
+    tokenizer: Arc<Tokenizer>,
     stream: TextStream,
+    shares: Shares,
     matcher: Option<StopMatcher>,
     rules: StopRules,
     tokens: u32,
@@ -51,8 +62,10 @@ impl ChoiceText {
     /// The text behind `prompt`.
     pub fn new(tokenizer: &Arc<Tokenizer>, prompt: &[TokenId], rules: &StopRules) -> Self {
         let matcher = (!rules.stop.is_empty())
-            .then(|| StopMatcher::new(rules.stop.clone(), rules.include_stop));
+            .then(|| StopMatcher::with_special(tokenizer, rules.stop.clone(), rules.include_stop));
         Self {
+            tokenizer: Arc::clone(tokenizer),
+            shares: Shares::default(),
             stream: TextStream::new(tokenizer, prompt),
             matcher,
             rules: rules.clone(),
@@ -79,44 +92,79 @@ impl ChoiceText {
                 break;
             }
             let text = self.stream.push(token.id);
+            self.shares.decode(self.stream.shares());
             self.tokens += 1;
+            let mut certain = self.scan(&text);
+            if self.stopped.is_none() && self.tokenizer.is_special(token.id) {
+                certain.push_str(&self.scan_special(token.id));
+            }
             piece.tokens.push(token);
-            self.scan(&text, &mut piece.text);
+            self.shares.extend(&certain);
+            piece.text.push_str(&certain);
             piece.stopped = self.stopped.is_some();
+            piece.token_texts.extend(if piece.stopped {
+                self.shares.decode(self.stream.all_shares());
+                self.shares.end()
+            } else {
+                self.shares.give()
+            });
         }
         piece
     }
 
-    fn scan(&mut self, text: &str, certain: &mut String) {
+    /// What of the text so far is certain, now that this is behind it.
+    fn scan(&mut self, text: &str) -> String {
         match &mut self.matcher {
             Some(matcher) if self.tokens > self.rules.min_tokens => {
                 let step = matcher.push(text);
-                certain.push_str(&step.emit);
-                if let Some(index) = step.matched {
-                    self.stopped = Some(Stopped {
-                        stop_string: self.rules.stop.get(index).cloned().unwrap_or_default(),
-                        output_tokens: self.tokens,
-                    });
-                }
+                self.note(step)
             }
-            _ => certain.push_str(text),
+            _ => text.to_owned(),
         }
     }
 
-    /// The choice ended for another reason: what was held back is now certain. An
-    /// unfinished character becomes U+FFFD, which may itself complete a stop string.
-    pub fn finish(&mut self) -> String {
+    /// The same, now that a token without text is behind it.
+    fn scan_special(&mut self, id: TokenId) -> String {
+        match &mut self.matcher {
+            Some(matcher) if self.tokens > self.rules.min_tokens => {
+                let step = matcher.push_special(&self.tokenizer, id);
+                self.note(step)
+            }
+            _ => String::new(),
+        }
+    }
+
+    fn note(&mut self, step: StopStep) -> String {
+        if let Some(index) = step.matched {
+            self.stopped = Some(Stopped {
+                stop_string: self.rules.stop.get(index).cloned().unwrap_or_default(),
+                output_tokens: self.tokens,
+            });
+        }
+        step.emit
+    }
+
+    /// The choice ended: for another reason than a stop string, what was held back is now
+    /// certain. An unfinished character becomes U+FFFD, which may itself complete a stop
+    /// string.
+    pub fn finish(&mut self) -> Piece {
         let mut text = String::new();
         if self.stopped.is_none() {
             let rest = self.stream.finish();
-            self.scan(&rest, &mut text);
+            text.push_str(&self.scan(&rest));
         }
         if self.stopped.is_none()
             && let Some(matcher) = &mut self.matcher
         {
             text.push_str(&matcher.finish());
         }
-        text
+        self.shares.decode(self.stream.all_shares());
+        self.shares.extend(&text);
+        Piece {
+            text,
+            token_texts: self.shares.end(),
+            ..Piece::default()
+        }
     }
 }
 

@@ -192,6 +192,13 @@ async fn http_streams_go_on_at_their_byte() {
             json!({ "prompt": prompt, "logprobs": 1 }),
             true,
         ),
+        // Text is held back again and again, so that it goes before its tokens are listed.
+        (
+            "/v1/chat/completions",
+            json!({ "messages": chat, "logprobs": true, "n": 2,
+                "stop": ["\u{fffd}\u{fffd}~~", "\u{fffd}~~", "e~~", "\u{0}~~"] }),
+            true,
+        ),
     ] {
         let mut body = common.clone();
         for (key, value) in more.as_object().unwrap() {

@@ -22,6 +22,7 @@ mod pre_tokenize;
 mod python_json;
 mod reach;
 mod sentence_piece;
+mod special;
 mod stop;
 mod strftime;
 mod template;

@@ -9,7 +9,11 @@
 //!                   ^ an unfinished character; if the output completes it, the
 //!                     whole character is output
 //! ```
+//!
+//! Each byte of text belongs to one id, whose share is known once all of its bytes are given
+//! out ([`TextStream::shares`]): the shares follow each other as the text does.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 
 use baton_proto::ids::TokenId;
@@ -32,6 +36,17 @@ pub struct TextStream {
     /// How many of `pending` came from the prompt. If they turn out invalid, their
     /// U+FFFD belongs to the prompt and is not given out.
     pending_prompt: usize,
+    /// The ids whose share was not asked for yet, in order.
+    shares: VecDeque<Share>,
+}
+
+/// What of the text is one id's.
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    /// Bytes of the id in `pending`.
+    pending: usize,
+    /// Bytes of text.
+    given: usize,
 }
 
 impl TextStream {
@@ -67,6 +82,7 @@ impl TextStream {
             strip,
             pending_prompt: pending.len(),
             pending,
+            shares: VecDeque::new(),
         }
     }
 
@@ -75,7 +91,28 @@ impl TextStream {
         let bytes = self.tokenizer.shown(id, self.skip_special);
         let bytes = self.tokenizer.strip_front(bytes, &mut self.strip);
         self.pending.extend_from_slice(bytes);
+        self.shares.push_back(Share {
+            pending: bytes.len(),
+            given: 0,
+        });
         self.drain()
+    }
+
+    /// Takes the bytes of text of each id that has nothing pending, nor has one before it:
+    /// one number per id, each once, in order. A character of the prompt's that the output
+    /// completed is the share of the first id that did, a U+FFFD of the first whose byte it
+    /// stands for.
+    pub fn shares(&mut self) -> impl Iterator<Item = usize> + '_ {
+        std::iter::from_fn(|| {
+            let done = self.shares.front().is_some_and(|share| share.pending == 0);
+            let share = if done { self.shares.pop_front() } else { None };
+            share.map(|share| share.given)
+        })
+    }
+
+    /// Takes the bytes given out so far of the other ids, too.
+    pub fn all_shares(&mut self) -> impl Iterator<Item = usize> + '_ {
+        self.shares.drain(..).map(|share| share.given)
     }
 
     /// Ends the stream: an unfinished character becomes one U+FFFD.
@@ -102,7 +139,7 @@ impl TextStream {
             };
             text.push_str(valid);
             let taken = valid.len();
-            self.consume(taken);
+            self.consume(taken, None);
             match bad {
                 Some(0) | None => break,
                 Some(length) => self.replace(length, &mut text),
@@ -114,15 +151,38 @@ impl TextStream {
     /// Replaces the first `length` pending bytes by one U+FFFD, unless the prompt's own
     /// decoding already shows it.
     fn replace(&mut self, length: usize, text: &mut String) {
-        if self.pending_prompt == 0 {
+        let shown = self.pending_prompt == 0;
+        if shown {
             text.push(char::REPLACEMENT_CHARACTER);
         }
-        self.consume(length);
+        let given = if shown {
+            char::REPLACEMENT_CHARACTER.len_utf8()
+        } else {
+            0
+        };
+        self.consume(length, Some(given));
     }
 
-    fn consume(&mut self, length: usize) {
+    /// The first `length` pending bytes became text as they are, or so many bytes in their
+    /// place.
+    fn consume(&mut self, length: usize, in_place: Option<usize>) {
         self.pending.drain(..length);
-        self.pending_prompt = self.pending_prompt.saturating_sub(length);
+        let of_prompt = self.pending_prompt.min(length);
+        self.pending_prompt -= of_prompt;
+        let mut left = length - of_prompt;
+        let mut extra = in_place.unwrap_or(of_prompt);
+        for share in self.shares.iter_mut().filter(|share| share.pending > 0) {
+            if left == 0 {
+                break;
+            }
+            let own = share.pending.min(left);
+            share.pending -= own;
+            left -= own;
+            share.given += std::mem::take(&mut extra);
+            if in_place.is_none() {
+                share.given += own;
+            }
+        }
     }
 }
 

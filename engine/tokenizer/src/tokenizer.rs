@@ -14,6 +14,7 @@ use crate::hugging_face::{HuggingFace, HuggingFaceEncoder};
 use crate::merge::Merger;
 use crate::reach::Reach;
 use crate::sentence_piece::{BLANK, SentencePieceEncoder};
+use crate::special::{Specials, Symbol};
 use crate::template::Templates;
 use crate::vocabulary::{Vocabulary, byte_token};
 
@@ -55,6 +56,7 @@ impl EncodeOptions {
 pub struct Tokenizer {
     encoder: Encoder,
     vocabulary: Vocabulary,
+    specials: Specials,
     /// Blanks that decoding takes from the front of a whole text.
     strip_blanks: usize,
     reach: Option<Reach>,
@@ -167,6 +169,7 @@ impl Tokenizer {
         Ok(Self {
             templates: Templates::new(&spec.chat_templates, names),
             encoder,
+            specials: Specials::new(&vocabulary)?,
             vocabulary,
             strip_blanks,
             reach,
@@ -329,6 +332,16 @@ impl Tokenizer {
     /// message that the template leaves out is an [`Error::InvalidChat`].
     pub fn render_chat(&self, chat: &ChatRequest) -> Result<String, Error> {
         self.templates.render(chat)
+    }
+
+    /// A text with the special tokens that it spells out as tokens; none if there is none.
+    pub(crate) fn cut_special(&self, text: &str) -> Option<Vec<Symbol>> {
+        self.specials.cut(text)
+    }
+
+    /// What stands for a special token in such a text.
+    pub(crate) fn special_symbol(&self, id: TokenId) -> Option<Symbol> {
+        self.specials.symbol(id)
     }
 
     /// The bytes of a token as output shows them.

@@ -40,7 +40,7 @@ impl Driver {
                     let field = format!("resume.choices[{choice}].token_ids");
                     return Err(Error::invalid(field, message).with_reason("RESUME_MISMATCH"));
                 }
-                let rest = cursor.pass(piece, &self.job.model.tokenizer)?;
+                let rest = cursor.pass(piece)?;
                 self.owed[choice].push_str(&rest.text);
             }
             self.cursors[choice] = cursor;

@@ -8,7 +8,7 @@ use baton_tokenizer::Tokenizer;
 use futures::StreamExt as _;
 use serde_json::{Value, json};
 
-use super::logprobs::{CompletionLogprobs, chat_entry};
+use super::logprobs::{Listed, Unlisted, chat_entry, completion_lists};
 use super::request::Shape;
 use crate::frontend::GenerateStream;
 
@@ -17,8 +17,8 @@ use crate::frontend::GenerateStream;
 struct Choice {
     text: String,
     finish: Option<&'static str>,
-    chat_logprobs: Vec<Value>,
-    completion_logprobs: CompletionLogprobs,
+    unlisted: Unlisted,
+    listed: Vec<Listed>,
 }
 
 /// Reads every stream to its end. Dropping the future cancels them all.
@@ -39,23 +39,17 @@ pub(crate) async fn collect(
     while let Some((first_choice, event)) = events.next().await {
         match event?.event {
             Some(v1::generate_event::Event::Accepted(one)) => accepted = one,
-            Some(v1::generate_event::Event::Tokens(tokens)) => {
+            Some(v1::generate_event::Event::Tokens(mut tokens)) => {
                 let choice = choice(&mut choices, first_choice + tokens.choice)?;
                 choice.text.push_str(&tokens.text);
-                for (id, logprobs) in tokens.ids.iter().zip(&tokens.logprobs) {
-                    if shape.chat {
-                        choice
-                            .chat_logprobs
-                            .push(chat_entry(tokenizer, *id, logprobs));
-                    } else {
-                        choice.completion_logprobs.push(tokenizer, *id, logprobs);
-                    }
-                }
+                choice.listed.extend(choice.unlisted.push(&mut tokens));
             }
             Some(v1::generate_event::Event::Finished(finished)) => {
                 let choice = choice(&mut choices, first_choice + finished.choice)?;
                 choice.text.push_str(&finished.text);
                 choice.finish = Some(finish_reason(finished.reason()));
+                let rest = choice.unlisted.settle(finished.token_texts);
+                choice.listed.extend(rest);
             }
             Some(v1::generate_event::Event::Completed(completed)) => {
                 add(&mut usage, completed.usage.unwrap_or_default());
@@ -72,7 +66,7 @@ pub(crate) async fn collect(
     let choices: Vec<Value> = choices
         .into_iter()
         .enumerate()
-        .map(|(index, choice)| render(index, choice, shape))
+        .map(|(index, choice)| render(index, &choice, shape, tokenizer))
         .collect();
     let (prefix, object) = if shape.chat {
         ("chatcmpl", "chat.completion")
@@ -99,11 +93,11 @@ fn choice(choices: &mut [Choice], index: u32) -> Result<&mut Choice, Error> {
     })
 }
 
-fn render(index: usize, mut choice: Choice, shape: &Shape) -> Value {
+fn render(index: usize, choice: &Choice, shape: &Shape, tokenizer: &Tokenizer) -> Value {
+    let logprobs = shape
+        .logprobs
+        .then(|| logprobs_object(shape, tokenizer, &choice.listed));
     if shape.chat {
-        let logprobs = shape
-            .logprobs
-            .then(|| json!({ "content": choice.chat_logprobs, "refusal": null }));
         json!({
             "index": index,
             "message": { "role": "assistant", "content": choice.text, "refusal": null },
@@ -111,13 +105,22 @@ fn render(index: usize, mut choice: Choice, shape: &Shape) -> Value {
             "finish_reason": choice.finish,
         })
     } else {
-        let logprobs = shape.logprobs.then(|| choice.completion_logprobs.take());
         json!({
             "index": index,
             "text": choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish,
         })
+    }
+}
+
+/// Log-probabilities in the shape of the call.
+pub(crate) fn logprobs_object(shape: &Shape, tokenizer: &Tokenizer, listed: &[Listed]) -> Value {
+    if shape.chat {
+        let entries = listed.iter().map(|one| chat_entry(tokenizer, one));
+        json!({ "content": entries.collect::<Vec<_>>(), "refusal": null })
+    } else {
+        completion_lists(tokenizer, listed)
     }
 }
 

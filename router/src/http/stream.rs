@@ -18,9 +18,9 @@ use baton_tokenizer::Tokenizer;
 use futures::{Stream, StreamExt as _};
 use serde_json::{Value, json};
 
-use super::answer::{add, finish_reason, usage_object};
+use super::answer::{add, finish_reason, logprobs_object, usage_object};
 use super::fault;
-use super::logprobs::{CompletionLogprobs, chat_entry};
+use super::logprobs::{Listed, Unlisted};
 use super::request::Shape;
 use crate::frontend::GenerateStream;
 use crate::resume::to_hex;
@@ -92,16 +92,14 @@ struct Renderer {
     extension: Option<Value>,
     one_prompt: bool,
     usage: v1::Usage,
-    completion_logprobs: Vec<CompletionLogprobs>,
+    /// Per choice.
+    unlisted: Vec<Unlisted>,
 }
 
 impl Renderer {
     fn new(shape: Shape, tokenizer: Arc<Tokenizer>, prompts: usize) -> Self {
-        let mut completion_logprobs = Vec::new();
-        completion_logprobs.resize_with(
-            prompts * shape.choices as usize,
-            CompletionLogprobs::default,
-        );
+        let mut unlisted = Vec::new();
+        unlisted.resize_with(prompts * shape.choices as usize, Unlisted::default);
         Self {
             shape,
             tokenizer,
@@ -111,7 +109,7 @@ impl Renderer {
             extension: None,
             one_prompt: prompts == 1,
             usage: v1::Usage::default(),
-            completion_logprobs,
+            unlisted,
         }
     }
 
@@ -142,20 +140,21 @@ impl Renderer {
                     })
                     .collect()
             }
-            Some(v1::generate_event::Event::Tokens(tokens)) => {
+            Some(v1::generate_event::Event::Tokens(mut tokens)) => {
                 let choice = first_choice + tokens.choice;
-                let logprobs = self.logprobs(choice, &tokens);
-                if tokens.text.is_empty() && logprobs.is_null() {
-                    return Vec::new();
-                }
-                vec![self.text_chunk(choice, &tokens.text, logprobs)]
+                let unlisted = self.unlisted.get_mut(choice as usize);
+                let listed = unlisted.map_or_else(Vec::new, |u| u.push(&mut tokens));
+                self.text_chunk(choice, &tokens.text, &listed)
+                    .into_iter()
+                    .collect()
             }
-            Some(v1::generate_event::Event::Finished(finished)) => {
+            Some(v1::generate_event::Event::Finished(mut finished)) => {
                 let choice = first_choice + finished.choice;
-                let mut chunks = Vec::new();
-                if !finished.text.is_empty() {
-                    chunks.push(self.text_chunk(choice, &finished.text, Value::Null));
-                }
+                let texts = std::mem::take(&mut finished.token_texts);
+                let unlisted = self.unlisted.get_mut(choice as usize);
+                let listed = unlisted.map_or_else(Vec::new, |u| u.settle(texts));
+                let text = self.text_chunk(choice, &finished.text, &listed);
+                let mut chunks: Vec<Value> = text.into_iter().collect();
                 let reason = Some(finish_reason(finished.reason()));
                 chunks.push(if self.shape.chat {
                     self.chat_chunk(choice, json!({}), Value::Null, reason)
@@ -188,33 +187,21 @@ impl Renderer {
         }
     }
 
-    fn logprobs(&mut self, choice: u32, tokens: &v1::Tokens) -> Value {
-        if !self.shape.logprobs || tokens.logprobs.is_empty() {
-            return Value::Null;
+    /// A chunk of text and of the tokens that can be listed, if there is either.
+    fn text_chunk(&self, choice: u32, text: &str, listed: &[Listed]) -> Option<Value> {
+        if text.is_empty() && listed.is_empty() {
+            return None;
         }
-        let pairs = tokens.ids.iter().zip(&tokens.logprobs);
-        if self.shape.chat {
-            let content: Vec<Value> = pairs
-                .map(|(id, logprobs)| chat_entry(&self.tokenizer, *id, logprobs))
-                .collect();
-            return json!({ "content": content, "refusal": null });
-        }
-        let Some(growing) = self.completion_logprobs.get_mut(choice as usize) else {
-            return Value::Null;
+        let wanted = self.shape.logprobs && !listed.is_empty();
+        let logprobs = match wanted {
+            true => logprobs_object(&self.shape, &self.tokenizer, listed),
+            false => Value::Null,
         };
-        growing.begin_at(tokens.characters_before as usize);
-        for (id, logprobs) in pairs {
-            growing.push(&self.tokenizer, *id, logprobs);
-        }
-        growing.take()
-    }
-
-    fn text_chunk(&self, choice: u32, text: &str, logprobs: Value) -> Value {
-        if self.shape.chat {
+        Some(if self.shape.chat {
             self.chat_chunk(choice, json!({ "content": text }), logprobs, None)
         } else {
             self.completion_chunk(choice, text, logprobs, None)
-        }
+        })
     }
 
     fn chat_chunk(

@@ -3,15 +3,16 @@
 //! A resumed choice is made again from its first token, or from the ids that the
 //! client gave back; either way its tokens and text pass through here, and what the
 //! client has is left out. Tokens and text are counted apart: a client may have the
-//! text of a token but not have counted it, or the other way round.
+//! text of a token but not have counted it, or the other way round. Who counts tokens by their
+//! logprobs gets a token's when its text is certain, and may have the first bytes of that text
+//! before.
 //!
 //! Pure. What the client claims is checked as far as the stream itself can tell.
 
 use baton_proto::sampling::SampledToken;
 use baton_proto::{Error, v1};
-use baton_tokenizer::Tokenizer;
 
-use crate::text::Piece;
+use crate::text::{Piece, TokenText};
 
 /// What is left of a piece.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -19,14 +20,14 @@ pub struct Rest {
     pub first_index: u32,
     pub tokens: Vec<SampledToken>,
     pub text: String,
-    /// Characters of the tokens before the first one, if the client has any of them.
-    pub characters_before: u32,
+    /// Of the tokens that the client does not have.
+    pub token_texts: Vec<TokenText>,
 }
 
 impl Rest {
     /// Nothing of it is news to the client.
     pub fn is_empty(&self) -> bool {
-        self.tokens.is_empty() && self.text.is_empty()
+        self.tokens.is_empty() && self.text.is_empty() && self.token_texts.is_empty()
     }
 }
 
@@ -40,8 +41,9 @@ pub struct Cursor {
     /// What has passed.
     passed_tokens: u32,
     passed_text: u64,
-    /// Characters of the tokens left out.
-    skipped_characters: u32,
+    /// The tokens whose part of the text has passed, and the bytes of it.
+    parted_tokens: u32,
+    parted_text: u64,
 }
 
 impl Cursor {
@@ -85,19 +87,13 @@ impl Cursor {
     /// # Errors
     /// [`baton_proto::ErrorKind::Invalid`] (`RESUME_MISMATCH`) naming what the client
     /// cannot have received.
-    pub fn pass(&mut self, piece: Piece, tokenizer: &Tokenizer) -> Result<Rest, Error> {
+    pub fn pass(&mut self, piece: Piece) -> Result<Rest, Error> {
         let first_index = self.passed_tokens;
         let before = self.passed_text;
         let text = self.pass_text(piece.text)?;
         self.passed_tokens += piece.tokens.len() as u32;
         let skipped = match self.tokens {
-            Some(had) => {
-                let skipped = had.saturating_sub(first_index) as usize;
-                if skipped < piece.tokens.len() && before < self.text {
-                    return Err(self.too_much_text(before));
-                }
-                skipped.min(piece.tokens.len())
-            }
+            Some(had) => (had.saturating_sub(first_index) as usize).min(piece.tokens.len()),
             // It has the token if it has the last of the token's text.
             None if before < self.text && self.passed_text <= self.text => piece.tokens.len(),
             None => {
@@ -105,12 +101,9 @@ impl Cursor {
                 0
             }
         };
-        for token in &piece.tokens[..skipped] {
-            let characters = tokenizer.token_text(token.id).chars().count();
-            self.skipped_characters += characters as u32;
-        }
+        let token_texts = self.pass_parts(piece.token_texts)?;
         Ok(Rest {
-            characters_before: self.skipped_characters,
+            token_texts,
             first_index: first_index + skipped as u32,
             tokens: piece.tokens.into_iter().skip(skipped).collect(),
             text,
@@ -137,22 +130,48 @@ impl Cursor {
         Ok(text[skipped..].to_owned())
     }
 
-    /// The choice ended; `text` was held back until then. Answers what of it is news.
+    /// Leaves out the parts of the tokens that the client has. Of the first that it has not
+    /// it may have the text, but of none behind it.
+    fn pass_parts(&mut self, parts: Vec<TokenText>) -> Result<Vec<TokenText>, Error> {
+        let mut rest = Vec::new();
+        for part in parts {
+            let index = self.parted_tokens;
+            self.parted_tokens += 1;
+            self.parted_text += part.bytes.len() as u64;
+            let Some(had) = self.tokens else { continue };
+            if index == had && self.text > self.parted_text {
+                return Err(self.too_much_text(self.parted_text));
+            }
+            if index >= had {
+                rest.push(part);
+            }
+        }
+        Ok(rest)
+    }
+
+    /// The choice ended; the text of `last` was held back until then. Answers what of it is
+    /// news.
     ///
     /// # Errors
     /// As [`Cursor::pass`]: the client has more than there is.
-    pub fn end(&mut self, text: String) -> Result<String, Error> {
-        let rest = self.pass_text(text)?;
+    pub fn end(&mut self, last: Piece) -> Result<Rest, Error> {
+        let text = self.pass_text(last.text)?;
         if let Some(had) = self.tokens
             && had > self.passed_tokens
         {
             let message = format!("{had}, the choice has {} tokens", self.passed_tokens);
             return Err(self.mismatch("tokens_received", message));
         }
+        let token_texts = self.pass_parts(last.token_texts)?;
         if self.text > self.passed_text {
             return Err(self.too_much_text(self.passed_text));
         }
-        Ok(rest)
+        Ok(Rest {
+            first_index: self.passed_tokens,
+            tokens: Vec::new(),
+            text,
+            token_texts,
+        })
     }
 }
 

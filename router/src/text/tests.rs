@@ -62,7 +62,7 @@ fn feed(choice: &mut ChoiceText, text: &str, size: usize) -> (Vec<String>, u32) 
         );
         deltas.push(piece.text);
     }
-    deltas.push(choice.finish());
+    deltas.push(choice.finish().text);
     (deltas, choice.tokens())
 }
 
@@ -100,7 +100,7 @@ fn nothing_past_a_match_is_sent_or_counted() {
     );
     let after = choice.push(run("xyz"));
     assert_eq!(after, Piece::default());
-    assert_eq!(choice.finish(), "");
+    assert_eq!(choice.finish().text, "");
     assert_eq!(choice.stopped().unwrap().output_tokens, 2);
 }
 
@@ -116,7 +116,7 @@ fn what_was_held_back_comes_out_at_another_end() {
     let mut choice = choice(&["tuesday"], false, 0);
     let piece = choice.push(run("on tues"));
     assert_eq!(piece.text, "on ");
-    assert_eq!(choice.finish(), "tues");
+    assert_eq!(choice.finish().text, "tues");
     assert_eq!(choice.tokens(), 7);
 }
 
@@ -153,5 +153,8 @@ fn end_tokens_count_and_are_not_shown() {
     let mut choice = choice(&[], false, 0);
     let piece = choice.push(vec![sampled(u32::from(b'a')), sampled(256)]);
     assert_eq!((piece.text.as_str(), choice.tokens()), ("a", 2));
-    assert_eq!(choice.finish(), "");
+    assert_eq!(choice.finish().text, "");
 }
+
+mod parts;
+mod special;

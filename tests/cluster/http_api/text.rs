@@ -68,6 +68,81 @@ async fn assert_text(open: &OpenCluster, path: &str, body: &Value, right: &str, 
     }
 }
 
+/// A stop string that spells out a special token, over both doors: the real model's end of
+/// turn, which is not to end it by itself.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_stop_string_that_is_a_special_token_ends_the_text_at_it() {
+    const END: &str = "<|im_end|>";
+    let model = models::real("smollm2-135m-instruct");
+    let open = OpenCluster::start(&Setup::default(), &model).await;
+    let http = open.http();
+    let messages = json!([{ "role": "user", "content": "Say hi." }]);
+    let body = json!({ "messages": messages, "temperature": 0, "max_tokens": 60 });
+    let plain = whole(&http, "/v1/chat/completions", &body).await;
+    let right = text_of(&plain, true, 0);
+    assert_eq!(plain["choices"][0]["finish_reason"], "stop", "{plain}");
+    let on = with(body.clone(), json!({ "ignore_eos": true }));
+    let longer = whole(&http, "/v1/chat/completions", &on).await;
+    assert_eq!(longer["choices"][0]["finish_reason"], "length");
+    let tokens = &plain["usage"]["completion_tokens"];
+    for (stop, keep, ended) in [
+        (json!(END), false, right.clone()),
+        (json!(["never", END]), true, format!("{right}{END}")),
+    ] {
+        let body = with(
+            on.clone(),
+            json!({ "stop": stop, "include_stop_str_in_output": keep }),
+        );
+        assert_text(&open, "/v1/chat/completions", &body, &ended, END).await;
+        let answer = whole(&http, "/v1/chat/completions", &body).await;
+        assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+        assert_eq!(
+            answer["usage"]["completion_tokens"], *tokens,
+            "the end token counts"
+        );
+        let listed = with(body, json!({ "logprobs": true }));
+        let answer = whole(&http, "/v1/chat/completions", &listed).await;
+        let content = answer["choices"][0]["logprobs"]["content"]
+            .as_array()
+            .unwrap();
+        let of = |entry: &Value| serde_json::from_value::<Vec<u8>>(entry["bytes"].clone()).unwrap();
+        let bytes: Vec<u8> = content.iter().flat_map(of).collect();
+        assert_eq!(bytes, ended.as_bytes());
+    }
+    // Before `min_tokens` it is not looked for.
+    let late = json!({ "stop": END, "min_tokens": tokens.as_u64().unwrap() + 1 });
+    let answer = whole(&http, "/v1/chat/completions", &with(on.clone(), late)).await;
+    assert!(text_of(&answer, true, 0).len() > right.len());
+
+    let rendered = whole(&http, "/tokenize", &json!({ "messages": messages })).await;
+    let request = v1::GenerateRequest {
+        prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds {
+            ids: serde_json::from_value(rendered["tokens"].clone()).unwrap(),
+        })),
+        sampling: Some(v1::SamplingParams {
+            temperature: Some(0.0),
+            max_tokens: Some(60),
+            ignore_eos: Some(true),
+            ..v1::SamplingParams::default()
+        }),
+        stop: vec![END.to_owned()],
+        ..v1::GenerateRequest::default()
+    };
+    let mut stream = open.grpc().generate(request).await.unwrap().into_inner();
+    let mut stopped_by = None;
+    let mut collector = Collector::new(1);
+    while let Some(event) = stream.message().await.unwrap() {
+        if let Some(v1::generate_event::Event::Finished(finished)) = &event.event {
+            assert_eq!(finished.reason(), v1::FinishReason::Stop);
+            stopped_by.clone_from(&finished.stop_string);
+        }
+        collector.take(event);
+    }
+    assert_eq!(collector.finish().texts[0], right);
+    assert_eq!(stopped_by.as_deref(), Some(END));
+    open.stop().await;
+}
+
 async fn assert_grpc_text(open: &OpenCluster, ids: Vec<u32>, max_tokens: u32, right: &str) {
     let request = v1::GenerateRequest {
         prompt: Some(v1::generate_request::Prompt::TokenIds(v1::TokenIds { ids })),
