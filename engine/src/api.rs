@@ -230,6 +230,8 @@ pub struct Load {
     pub preemptions_total: u64,
     pub prefix_queries_tokens_total: u64,
     pub prefix_hits_tokens_total: u64,
+    /// Requests that failed because the model's logits were not finite.
+    pub not_finite_total: u64,
     /// Smallest target on the gap between tokens that is in force.
     pub itl_target: Option<Duration>,
     /// Requests whose start was put off to keep a target.

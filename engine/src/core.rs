@@ -104,6 +104,7 @@ struct Totals {
     preemptions: u64,
     prefix_queries_tokens: u64,
     prefix_hits_tokens: u64,
+    not_finite: u64,
 }
 
 /// A row of the step in flight.
@@ -427,6 +428,7 @@ impl Core {
             preemptions_total: self.totals.preemptions,
             prefix_queries_tokens_total: self.totals.prefix_queries_tokens,
             prefix_hits_tokens_total: self.totals.prefix_hits_tokens,
+            not_finite_total: self.totals.not_finite,
             itl_target: self.pacer.target(in_place),
             slo_delayed_total: self.pacer.delayed_total,
             slo_cut_steps_total: self.pacer.cut_steps_total,

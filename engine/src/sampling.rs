@@ -35,8 +35,19 @@ use select::Candidate;
 /// Why no token could be drawn. The request fails; no other one notices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Error {
-    #[error("the model's logits are not finite at token id `{id}`")]
-    NotFinite { id: TokenId },
+    #[error(
+        "the model's logits for output token `{}` of choice `{}` (position `{position}` of the sequence) are not finite: {count} of {vocab_size}, the first is that of token id `{id}`",
+        draw.index, draw.choice
+    )]
+    NotFinite {
+        draw: Draw,
+        /// Tokens of prompt and output before the one that was to be drawn.
+        position: u32,
+        /// The first id whose logit is not finite. Where all are, it says nothing.
+        id: TokenId,
+        count: u32,
+        vocab_size: u32,
+    },
     #[error("every token is banned by `logit_bias` or `min_tokens`")]
     NothingAllowed,
 }
@@ -66,7 +77,7 @@ pub struct Rules {
 }
 
 /// Where in a request a draw happens.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Draw {
     pub choice: u32,
     /// Output tokens the choice has already, forced ones included.
@@ -166,7 +177,13 @@ impl Rules {
         scratch: &mut Scratch,
     ) -> Result<SampledToken, Error> {
         if let Some(id) = first_not_finite(logits) {
-            return Err(Error::NotFinite { id });
+            return Err(Error::NotFinite {
+                draw,
+                position: self.prompt_len + draw.index,
+                id,
+                count: logits.iter().filter(|x| !x.is_finite()).count() as u32,
+                vocab_size: logits.len() as u32,
+            });
         }
         let known = &logits[..logits.len().min(self.tokenizer_size as usize)];
         let masks_ends = self.masks_ends(draw);

@@ -51,6 +51,7 @@ impl Metrics {
             preemptions_total: load.preemptions_total,
             prefix_queries_tokens_total: load.prefix_queries_tokens_total,
             prefix_hits_tokens_total: load.prefix_hits_tokens_total,
+            not_finite_total: load.not_finite_total,
             itl_target: load.itl_target,
             slo_delayed_total: load.slo_delayed_total,
             slo_cut_steps_total: load.slo_cut_steps_total,

@@ -57,7 +57,11 @@ impl Core {
             };
             match drawn {
                 Ok(()) => {}
-                Err(error) => self.fail(row.key, error.to_proto()),
+                Err(error) => {
+                    let not_finite = matches!(error, sampling::Error::NotFinite { .. });
+                    self.totals.not_finite += u64::from(not_finite);
+                    self.fail(row.key, error.to_proto());
+                }
             }
         }
     }

@@ -64,11 +64,12 @@ impl History {
         if !self.records {
             return;
         }
+        // A logit near the greatest number stays a number: only a ban is infinite.
         let repeat = |logit: &mut f32| {
             if *logit > 0.0 {
-                *logit /= params.repetition_penalty;
-            } else {
-                *logit *= params.repetition_penalty;
+                *logit = (*logit / params.repetition_penalty).min(f32::MAX);
+            } else if *logit > f32::NEG_INFINITY {
+                *logit = (*logit * params.repetition_penalty).max(f32::MIN);
             }
         };
         if params.repetition_penalty != 1.0 {

@@ -237,25 +237,55 @@ fn ids_the_tokenizer_does_not_know_are_never_chosen() {
 }
 
 #[test]
-fn logits_that_are_not_finite_fail_by_name() {
+fn logits_that_are_not_finite_fail_by_their_place_in_the_output() {
+    let at = Draw {
+        choice: 2,
+        index: 7,
+    };
+    let greedy = SamplingParams {
+        temperature: 0.0,
+        ..params()
+    };
     for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-        for at in [0, 17, 39] {
+        for id in [0, 17, 39] {
             let mut logits = vec![1.0; 40];
-            logits[at] = bad;
-            let error = Err(Error::NotFinite { id: at as u32 });
-            assert_eq!(draw(&params(), &logits), error);
-            assert_eq!(
-                draw(
-                    &SamplingParams {
-                        temperature: 0.0,
-                        ..params()
-                    },
-                    &logits
-                ),
-                error
-            );
+            logits[id] = bad;
+            let error = Error::NotFinite {
+                draw: at,
+                position: 5 + 7,
+                id: id as u32,
+                count: 1,
+                vocab_size: 40,
+            };
+            let text = error.to_string();
+            for place in [
+                "token `7`",
+                "choice `2`",
+                "position `12`",
+                &format!("`{id}`"),
+            ] {
+                assert!(text.contains(place), "{text}");
+            }
+            for params in [&params(), &greedy] {
+                assert_eq!(draw_at(params, &logits, &[3; 5], &[4; 7], at), Err(error));
+            }
         }
     }
+    // A penalty makes no infinity of the greatest numbers.
+    let penalised = SamplingParams {
+        repetition_penalty: 0.01,
+        ..params()
+    };
+    let drawn = |logits: &[f32]| draw_at(&penalised, logits, &[3; 5], &[4; 7], at);
+    let mut logits = vec![0.0; 40];
+    (logits[3], logits[4]) = (f32::MAX, 1e37);
+    assert!([3, 4].contains(&drawn(&logits).unwrap()));
+    let penalised = SamplingParams {
+        repetition_penalty: 100.0,
+        ..params()
+    };
+    let drawn = |logits: &[f32]| draw_at(&penalised, logits, &[3; 5], &[4; 7], at);
+    assert!(drawn(&[-1e37; 40]).is_ok());
     let huge = vec![f32::MAX; 40];
     assert!(draw(&params(), &huge).is_ok());
 }

@@ -282,11 +282,18 @@ fn logits_that_are_not_finite_fail_their_request_alone() {
     let failed: Vec<_> = events
         .iter()
         .filter_map(|event| match event {
-            Event::Failed { key, error } => Some((key.0, error.kind)),
+            Event::Failed { key, error } => Some((key.0, error)),
             _ => None,
         })
         .collect();
-    assert_eq!(failed, [(2, ErrorKind::Internal)]);
+    let [(2, error)] = failed[..] else {
+        panic!("{failed:?}")
+    };
+    assert_eq!(error.kind, ErrorKind::Internal);
+    assert_eq!(error.reason, "LOGITS_NOT_FINITE");
+    let place = "output token `0` of choice `0` (position `20` of the sequence)";
+    assert!(error.message.contains(place), "{}", error.message);
+    assert_eq!(machine.load().not_finite_total, 1);
     assert!(events.contains(&Event::Released { key: RequestKey(2) }));
     machine.assert_nothing_held();
 }

@@ -47,6 +47,8 @@ metric_set! {
             "Prompt tokens of an ended request.";
         request_generation_tokens: Histogram = "vllm:request_generation_tokens", Tokens, buckets::TOKENS,
             "Tokens generated for an ended request.";
+        not_finite_requests: Counter = "baton_not_finite_requests_total", Requests, &[],
+            "Requests that failed because the model's logits were not finite. Not 0: the weights are damaged, or too large for the arithmetic.";
         cache_config: Info = "vllm:cache_config_info", Flag, &[],
             "Always 1; the labels block_size and num_gpu_blocks describe the KV pool.";
         kv_blocks: ByLabel<BlockState, Gauge> = "baton_kv_blocks", Blocks, &[],

@@ -27,6 +27,7 @@ pub struct LoadFigures {
     pub preemptions_total: u64,
     pub prefix_queries_tokens_total: u64,
     pub prefix_hits_tokens_total: u64,
+    pub not_finite_total: u64,
     pub itl_target: Option<Duration>,
     pub slo_delayed_total: u64,
     pub slo_cut_steps_total: u64,
@@ -93,6 +94,7 @@ impl WorkerMetrics {
         raise(&self.preemptions, load.preemptions_total);
         raise(&self.prefix_cache_queries, load.prefix_queries_tokens_total);
         raise(&self.prefix_cache_hits, load.prefix_hits_tokens_total);
+        raise(&self.not_finite_requests, load.not_finite_total);
         raise(&self.slo_delayed_requests, load.slo_delayed_total);
         raise(&self.slo_cut_steps, load.slo_cut_steps_total);
         self.itl_target
