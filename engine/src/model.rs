@@ -79,6 +79,8 @@ pub struct Model {
     weights: Arc<CpuWeights>,
     digest: [u8; 32],
     parameters: u64,
+    /// Unix seconds, as clients are told; 0 if that is not known.
+    created: i64,
     formats: String,
     /// The load-time format, where it changed a matrix.
     converted: Option<WeightFormat>,
@@ -107,7 +109,7 @@ impl Model {
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Arc<Self>, Error> {
         let metadata = std::fs::metadata(path).map_err(|source| Error::io(path, "open", source))?;
-        if metadata.is_dir() {
+        let mut model = if metadata.is_dir() {
             open_folder(path, options, progress)
         } else if path
             .extension()
@@ -120,7 +122,11 @@ impl Model {
             })
         } else {
             open_gguf(path, options, progress)
+        }?;
+        if let Some(model) = Arc::get_mut(&mut model) {
+            model.created = files::created(path);
         }
+        Ok(model)
     }
 
     /// What the decoder computes.
@@ -260,6 +266,7 @@ impl Model {
             tokenizer_size: self.tokenizer.tokens.len() as u32,
             context_max: self.config.context_max,
             parameters: self.parameters,
+            created: self.created,
             weight_bytes: self.weight_bytes(),
             layout,
             tokenizer_hash: blake3::hash(&spec).to_hex().to_string(),
@@ -404,6 +411,7 @@ fn load(
         tokenizer,
         digest,
         parameters,
+        created: 0,
         formats,
         converted,
     }))

@@ -207,6 +207,7 @@ pub(crate) mod tests {
                 tokenizer_size: 512,
                 context_max: 2048,
                 parameters: 1000,
+                created: 0,
                 weight_bytes: 4000,
                 layout: KvLayout {
                     block_size: 16,

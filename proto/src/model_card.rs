@@ -21,6 +21,10 @@ pub struct ModelCard {
     /// Longest prompt plus output, in tokens.
     pub context_max: u32,
     pub parameters: u64,
+    /// When the model's file was written, in Unix seconds. 0 from older workers, and where it
+    /// is not known.
+    #[serde(default)]
+    pub created: i64,
     /// Bytes of weights read for one decode step.
     pub weight_bytes: u64,
     pub layout: KvLayout,

@@ -198,7 +198,7 @@ fn model_object(model: &v1::Model) -> serde_json::Value {
     json!({
         "id": model.name,
         "object": "model",
-        "created": 0,
+        "created": model.created,
         "owned_by": "baton",
         "revision": model.revision,
         "architecture": model.architecture,

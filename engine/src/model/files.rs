@@ -8,6 +8,7 @@
 use std::fs::File;
 use std::io::Read;
 use std::path::Path;
+use std::time::UNIX_EPOCH;
 
 use memmap2::{Advice, Mmap};
 use serde::de::DeserializeOwned;
@@ -37,6 +38,18 @@ pub(crate) fn map(path: &Path) -> Result<Mmap, Error> {
     // Only a hint: reading works without it.
     let _ = map.advise(Advice::Sequential);
     Ok(map)
+}
+
+/// When a model was written, in Unix seconds: its file, or of a folder its `config.json`. 0 if
+/// the file system does not know.
+pub(crate) fn created(path: &Path) -> i64 {
+    let folder = path.join("config.json");
+    let file = if path.is_dir() { &folder } else { path };
+    let written = file.metadata().and_then(|metadata| metadata.modified());
+    let since = written
+        .ok()
+        .and_then(|at| at.duration_since(UNIX_EPOCH).ok());
+    since.map_or(0, |since| i64::try_from(since.as_secs()).unwrap_or(0))
 }
 
 /// Reads a text file of at most `bytes_max`; `None` where it does not exist.

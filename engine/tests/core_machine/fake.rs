@@ -74,6 +74,7 @@ pub fn facts(layout: &KvLayout) -> ModelFacts {
             tokenizer_size: TOKENIZER_SIZE,
             context_max: CONTEXT_MAX,
             parameters: 1,
+            created: 0,
             weight_bytes: 1,
             layout: layout.clone(),
             tokenizer_hash: String::new(),

@@ -24,6 +24,7 @@ fn record(id: &str, epoch: u64) -> WorkerRecord {
             tokenizer_size: 300,
             context_max: 64,
             parameters: 1,
+            created: 0,
             weight_bytes: 1,
             layout: KvLayout {
                 block_size: 16,

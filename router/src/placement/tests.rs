@@ -13,6 +13,7 @@ fn card() -> ModelCard {
         tokenizer_size: 300,
         context_max: 4096,
         parameters: 1,
+        created: 0,
         weight_bytes: 1,
         layout: KvLayout {
             block_size: 16,

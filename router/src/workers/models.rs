@@ -21,6 +21,7 @@ pub struct ServedModel {
 struct Revision {
     card: Arc<ModelCard>,
     context_max: u32,
+    created: i64,
     prefill_ready: u32,
     decode_ready: u32,
 }
@@ -35,10 +36,14 @@ impl Workers {
                 .or_insert_with(|| Revision {
                     card: Arc::clone(card),
                     context_max: card.context_max,
+                    created: card.created,
                     prefill_ready: 0,
                     decode_ready: 0,
                 });
             entry.context_max = entry.context_max.min(card.context_max);
+            // Copies of a file are younger than it; every router finds the same time.
+            let times = [entry.created, card.created].into_iter();
+            entry.created = times.filter(|at| *at > 0).min().unwrap_or(0);
             count(entry, worker);
         }
         revisions
@@ -102,6 +107,7 @@ impl Workers {
                     prefill_workers: revision.prefill_ready,
                     decode_workers: revision.decode_ready,
                     has_chat_template: tokenizer.has_chat_template(),
+                    created: revision.created,
                 })
             })
             .collect()

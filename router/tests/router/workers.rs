@@ -148,6 +148,7 @@ pub fn card(model: &str) -> ModelCard {
         tokenizer_size: 257,
         context_max: 4096,
         parameters: 1,
+        created: 0,
         weight_bytes: 1,
         layout: KvLayout {
             block_size: 16,

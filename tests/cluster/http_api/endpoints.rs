@@ -2,8 +2,8 @@
 
 use baton_proto::kv_layout::KvDtype;
 use baton_proto::sampling::SamplingParams;
-use baton_tests::models;
 use baton_tests::oracle::{Case, Oracle};
+use baton_tests::{models, process};
 use serde_json::{Value, json};
 
 use super::{split, whole, with};
@@ -19,7 +19,13 @@ async fn models_tokens_and_health_are_served() {
     let model = &models["data"][0];
     assert_eq!(model["id"], "test");
     assert_eq!(model["object"], "model");
+    assert_eq!(model["owned_by"], "baton");
     assert_eq!(model["max_model_len"], 4096);
+    // When the model was written, whoever asks and however often.
+    let written = process::fixture_path("rand").join("config.json");
+    let written = written.metadata().unwrap().modified().unwrap();
+    let written = written.duration_since(std::time::UNIX_EPOCH).unwrap();
+    assert_eq!(model["created"], written.as_secs());
     assert_eq!(http.get("/v1/models/test").await.json(), *model);
     let error = http.get("/v1/models/nope").await.error(404);
     assert_eq!(error["code"], "model_not_found");

@@ -112,6 +112,7 @@ pub fn facts(tokenizer_json: &[u8], block_size: u32) -> ModelFacts {
             tokenizer_size: VOCAB,
             context_max: CONTEXT_MAX,
             parameters: 1,
+            created: 0,
             weight_bytes: 1,
             layout: layout(block_size),
             tokenizer_hash: blake3::hash(tokenizer_json).to_hex().to_string(),
