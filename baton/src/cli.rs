@@ -9,6 +9,7 @@ use baton_engine::model::WeightFormat;
 use baton_kv_transfer::{TransportChoice, WireChoice};
 use baton_observability::logging::LogFormat;
 use baton_proto::address::preferred;
+use baton_proto::float_range::{self, FloatRange};
 use baton_proto::kv_layout::KvDtype;
 use clap::builder::{PossibleValuesParser, TypedValueParser as _};
 use clap::{Args, Parser, Subcommand};
@@ -177,6 +178,22 @@ fn address(text: &str) -> Result<SocketAddr, String> {
     preferred(resolved).ok_or_else(|| "the host has no address".to_owned())
 }
 
+/// A name of a model or a worker.
+fn name(text: &str) -> Result<String, String> {
+    match baton_proto::name::check_name("", text) {
+        Ok(()) => Ok(text.to_owned()),
+        Err(error) => Err(error.message),
+    }
+}
+
+/// A float of 32 bits, whose range is that of 64.
+fn narrow(range: &FloatRange, text: &str) -> Result<f32, String> {
+    let number = text
+        .parse::<f64>()
+        .map_err(|_| format!("not a number, {}", range.allowed()))?;
+    range.narrow(number).map_err(|error| error.message)
+}
+
 /// Which model is served and under what name.
 #[derive(Clone, Debug, Args)]
 #[command(next_help_heading = "Model")]
@@ -186,7 +203,7 @@ pub struct ModelArgs {
     #[arg(long, env = "BATON_MODEL", default_value = "smollm2-135m-instruct")]
     pub model: String,
     /// Name clients ask for; by default the short name or the file's.
-    #[arg(long, env = "BATON_MODEL_NAME")]
+    #[arg(long, env = "BATON_MODEL_NAME", value_parser = name)]
     pub model_name: Option<String>,
     /// Folder that fetched models are kept in [default: baton/models in the user's cache folder].
     #[arg(long, env = "BATON_CACHE_DIR", value_name = "FOLDER")]
@@ -397,7 +414,7 @@ pub struct EtcdArgs {
 #[command(next_help_heading = "Worker")]
 pub struct WorkerArgs {
     /// Name of this worker in the cluster; one live process per name [default: role and a random suffix].
-    #[arg(long, env = "BATON_WORKER_ID")]
+    #[arg(long, env = "BATON_WORKER_ID", value_parser = name)]
     pub worker_id: Option<String>,
     /// Address of the worker's gRPC services; port 0 takes a free one.
     #[arg(long, env = "BATON_LISTEN", default_value = "127.0.0.1:0", value_parser = address)]
@@ -415,7 +432,7 @@ pub struct WorkerArgs {
     #[arg(long, env = "BATON_CORES", value_delimiter = ',', value_name = "CORE")]
     pub cores: Vec<usize>,
     /// Seconds that running requests get after SIGTERM.
-    #[arg(long, env = "BATON_DRAIN_GRACE_S", default_value_t = 30)]
+    #[arg(long, env = "BATON_DRAIN_GRACE_S", default_value_t = 30, value_parser = clap::value_parser!(u64).range(0..=31_536_000))]
     pub drain_grace_s: u64,
     /// Where the worker stands (rack, host), for placement.
     #[arg(long, env = "BATON_TOPOLOGY", default_value = "")]
@@ -599,19 +616,21 @@ pub struct SamplingArgs {
     /// New tokens at most [default: what the context leaves, at most 512].
     #[arg(long, env = "BATON_MAX_TOKENS", value_parser = clap::value_parser!(u32).range(1..))]
     pub max_tokens: Option<u32>,
-    /// 0 is greedy.
+    /// 0 is greedy; 0 to 100.
     #[arg(
         long,
         env = "BATON_TEMPERATURE",
         default_value_t = 0.7,
+        value_parser = |text: &str| narrow(&float_range::TEMPERATURE, text),
         allow_negative_numbers = true
     )]
     pub temperature: f32,
-    /// Keep the smallest set of tokens with this probability.
+    /// Keep the smallest set of tokens with this probability; above 0, at most 1.
     #[arg(
         long,
         env = "BATON_TOP_P",
         default_value_t = 0.95,
+        value_parser = |text: &str| narrow(&float_range::TOP_P, text),
         allow_negative_numbers = true
     )]
     pub top_p: f32,
@@ -734,6 +753,37 @@ pub struct ManArgs {
 mod tests {
     use super::*;
     use clap::CommandFactory as _;
+
+    #[test]
+    fn numbers_and_names_out_of_range_are_refused_by_flag() {
+        let parsed = |flag: &str, value: &str| {
+            let flag = format!("--{flag}={value}");
+            Cli::try_parse_from(["baton", "generate", "hi", &flag]).map_err(|e| e.to_string())
+        };
+        for (flag, value, allowed) in [
+            ("temperature", "100.0000001", "0..=100"),
+            ("temperature", "-0.001", "0..=100"),
+            ("temperature", "nan", "0..=100"),
+            ("temperature", "inf", "0..=100"),
+            ("temperature", "1e-50", "too close to 0"),
+            ("temperature", "warm", "0..=100"),
+            ("top-p", "0", "above 0 and at most 1"),
+            ("top-p", "1.00000001", "above 0 and at most 1"),
+            ("model-name", "a\nb", "control character"),
+            ("model-name", &"x".repeat(257), "1..=256"),
+        ] {
+            let error = parsed(flag, value).unwrap_err();
+            assert!(error.contains(&format!("--{flag}")), "{error}");
+            assert!(error.contains(allowed), "{flag} {value}: {error}");
+        }
+        for (flag, value) in [
+            ("temperature", "100"),
+            ("top-p", "1"),
+            ("model-name", "a\"b\\"),
+        ] {
+            parsed(flag, value).unwrap();
+        }
+    }
 
     #[test]
     fn every_flag_has_an_environment_variable_and_help() {

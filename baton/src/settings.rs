@@ -14,6 +14,7 @@ use baton_kv_transfer::NixlLibrary;
 use baton_membership::{Credentials, Etcd, EtcdConfig, Membership};
 use baton_prefill_worker::PrefillWorkerConfig;
 use baton_proto::WorkerId;
+use baton_proto::name::check_name;
 use baton_proto::transport::TlsSettings;
 use baton_router::config::RouterConfig;
 
@@ -37,6 +38,7 @@ pub fn load_model(args: &ModelArgs, quiet: bool) -> anyhow::Result<ServedModel> 
     let located = locate::locate(&args.model, args.cache_dir.as_deref(), quiet)?;
     let model = open::open(&located, args.weights.weights, quiet)?;
     let name = args.model_name.clone().unwrap_or(located.name);
+    check_name("model_name", &name).map_err(flag_error)?;
     Ok(ServedModel { name, model })
 }
 

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use baton_proto::kv_layout::{KvDtype, KvGroup, KvGroupKind, KvLayout};
+use baton_proto::name::check_name;
 
 use crate::kv::PoolSharing;
 
@@ -122,6 +123,7 @@ impl EngineConfig {
     pub fn validate(&self) -> Result<(), baton_proto::Error> {
         let refuse =
             |field: &str, message: String| Err(baton_proto::Error::invalid(field, message));
+        check_name("model_name", &self.model_name)?;
         if !matches!(self.block_size, 16 | 32 | 64 | 128) {
             return refuse(
                 "block_size",

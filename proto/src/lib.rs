@@ -14,6 +14,7 @@ pub mod ids;
 pub mod kv_layout;
 pub mod limits;
 pub mod model_card;
+pub mod name;
 pub mod pace;
 pub mod pool_memory;
 pub mod protocol;

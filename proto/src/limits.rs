@@ -9,6 +9,8 @@ pub const TOP_LOGPROBS_MAX: u32 = 20;
 pub const STOP_STRINGS_MAX: usize = 16;
 /// Bytes of one stop string.
 pub const STOP_STRING_BYTES_MAX: usize = 1024;
+/// Bytes of the name of a model, worker or tenant.
+pub const NAME_BYTES_MAX: usize = 256;
 /// Stop token ids of one request.
 pub const STOP_TOKENS_MAX: usize = 64;
 /// Entries of `logit_bias`.

@@ -9,6 +9,7 @@ use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use baton_proto::name::check_name;
 use baton_proto::transport::TlsSettings;
 use baton_proto::{Error, slo};
 use serde::{Deserialize, Serialize};
@@ -200,6 +201,7 @@ impl RouterConfig {
                     format!("a key or tenant is empty (tenant `{tenant}`)"),
                 ));
             }
+            check_name("api_keys", tenant)?;
         }
         for (field, address) in [("grpc", self.grpc), ("http", self.http)] {
             self.check_exposure(field, address)?;

@@ -258,13 +258,33 @@ async fn numbers_out_of_range_are_refused_by_name() {
     let open = open("rand").await;
     let neighbour = Neighbour::start(&open, "rand");
     let wrong = [
-        ("temperature", json!([-1, -0.001, 100.5, 123_456])),
-        ("top_p", json!([-1, 0, 1.000_001])),
-        ("top_k", json!([-2, 1.5, 1e10])),
-        ("min_p", json!([-0.1, 1.1])),
-        ("repetition_penalty", json!([0, -1, 1e-9, 1e9])),
-        ("presence_penalty", json!([2.1, -2.1])),
-        ("frequency_penalty", json!([2.1, -2.1])),
+        // The last ones of each are in range once they are rounded to 32 bits.
+        (
+            "temperature",
+            json!([
+                -1,
+                -0.001,
+                100.5,
+                123_456,
+                1e300,
+                100.000_000_1,
+                1e-50,
+                -1e-50
+            ]),
+        ),
+        (
+            "top_p",
+            json!([-1, 0, -0.0, 1.000_001, 1e-50, 1.000_000_01]),
+        ),
+        ("top_k", json!([-2, 1.5, 1e10, 4_294_967_296_u64])),
+        ("min_p", json!([-0.1, 1.1, 1.000_000_01, 1e-50])),
+        (
+            "repetition_penalty",
+            json!([0, -1, 1e-9, 1e9, 0.009_999_999_999, 100.000_000_1]),
+        ),
+        ("presence_penalty", json!([2.1, -2.1, 2.000_000_01])),
+        ("frequency_penalty", json!([2.1, -2.1, -2.000_000_01])),
+        ("priority", json!([101, -101, 0.5, 2_147_483_648_u32])),
         ("n", json!([0, -1, 17, 3_000_000])),
         ("logprobs", json!([21, 300, -1, 1_000_000_007])),
         (
@@ -272,7 +292,7 @@ async fn numbers_out_of_range_are_refused_by_name() {
             json!([0, -1, "5", 1.5, 9_223_372_036_854_775_808_u64]),
         ),
         ("min_tokens", json!([4])),
-        ("seed", json!([9_223_372_036_854_775_808_u64, "1", 0.5])),
+        ("seed", json!(["1", 0.5, 1e30])),
         ("best_of", json!([1_000_000_000, 2])),
         ("echo", json!([true])),
         ("suffix", json!(["x"])),
@@ -286,6 +306,49 @@ async fn numbers_out_of_range_are_refused_by_name() {
             let body = completion(&Value::Object(more));
             refused(&open, COMPLETIONS, &body, field).await;
         }
+    }
+    for (more, field) in [
+        (
+            json!({ "logit_bias": { "9": 100.000_000_1 } }),
+            "logit_bias",
+        ),
+        (json!({ "logit_bias": { "9": 1e-50 } }), "logit_bias"),
+        (json!({ "slo": { "itl_ms": 1e300 } }), "slo.itl_ms"),
+        (
+            json!({ "slo": { "ttft_ms": 0.999_999_999_9 } }),
+            "slo.ttft_ms",
+        ),
+    ] {
+        refused(&open, COMPLETIONS, &completion(&more), field).await;
+    }
+    // The message says what is allowed, also where the value is no number of its kind.
+    for (field, value, allowed) in [
+        ("temperature", json!(100.000_000_1), "0..=100"),
+        ("temperature", json!("hot"), "0..=100"),
+        ("top_p", json!(2), "above 0 and at most 1"),
+        ("n", json!(1.5), "1..=16"),
+        ("n", json!(17), "1..=16"),
+        ("seed", json!(0.5), "18446744073709551615"),
+        ("priority", json!(1e10), "-100..=100"),
+        ("max_tokens", json!(16.5), "from 1 to"),
+    ] {
+        let mut more = Map::new();
+        more.insert(field.to_owned(), value.clone());
+        let body = completion(&Value::Object(more));
+        let error = open.http().post(COMPLETIONS, &body).await.error(400);
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(allowed), "{field} {value}: {message}");
+    }
+    // Numbers that are whole are, however they are written.
+    let three = accepted(&open, COMPLETIONS, &completion(&json!({}))).await;
+    for more in [
+        json!({ "max_tokens": 3.0, "n": 1.0, "top_k": 0.0, "min_tokens": 0.0 }),
+        json!({ "temperature": -0.0, "priority": -0.0, "stop_token_ids": [7.0] }),
+        json!({ "seed": u64::MAX }),
+        json!({ "seed": i64::MIN }),
+    ] {
+        let answer = accepted(&open, COMPLETIONS, &completion(&more)).await;
+        assert_eq!(answer["choices"][0]["text"], three["choices"][0]["text"]);
     }
     // What JSON has no number for.
     for (text, field) in [

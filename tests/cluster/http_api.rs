@@ -6,6 +6,8 @@
 //! framing    the rules of a stream, and that it says what the whole answer says
 //! text       characters over tokens, spaces, stop strings
 //! logprobs   both shapes of token log-probabilities
+//! names      a hostile model name in every answer and in the metrics
+//! not_finite  a damaged weight, and who notices
 //! tenants    API keys and whose cache is whose
 //! tls        both doors with certificates
 //! ```
@@ -13,6 +15,8 @@
 mod endpoints;
 mod framing;
 mod logprobs;
+mod names;
+mod not_finite;
 mod tenants;
 mod text;
 mod tls;

@@ -13,23 +13,31 @@ use baton_tests::{models, process};
 use tokio::process::Command;
 use tokio::sync::OnceCell;
 
-/// The environment that `scripts/test` makes; made here if it is missing.
-async fn python() -> PathBuf {
+/// The environment that `scripts/test` makes; made here if it is missing. It has the official
+/// clients of the API and of the metrics.
+pub(crate) async fn python() -> PathBuf {
     static PYTHON: OnceCell<PathBuf> = OnceCell::const_new();
     let made = PYTHON.get_or_init(|| async {
         let target = process::baton_binary();
         let target = target.parent().and_then(Path::parent).expect("target");
         let venv = target.join("venv");
         let python = venv.join("bin/python");
-        if !succeeds(Command::new(&python).args(["-c", "import openai"])).await {
+        if !succeeds(Command::new(&python).args(["-c", "import openai, prometheus_client"])).await {
             let made = succeeds(Command::new("python3").args(["-m", "venv"]).arg(&venv)).await;
             assert!(
                 made,
                 "`python3 -m venv` failed: scripts/packages test installs it"
             );
             let mut install = Command::new(&python);
-            install.args(["-m", "pip", "install", "--quiet", "openai"]);
-            assert!(succeeds(&mut install).await, "`pip install openai` failed");
+            install.args([
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "openai",
+                "prometheus_client",
+            ]);
+            assert!(succeeds(&mut install).await, "`pip install` failed");
         }
         python
     });

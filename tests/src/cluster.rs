@@ -115,7 +115,15 @@ impl Setup {
     /// # Panics
     /// If it does not start.
     pub async fn start(&self, model: &Arc<Model>) -> TestCluster {
-        let cluster = Cluster::start(self.plan("test"), Arc::clone(model))
+        self.start_as(model, "test").await
+    }
+
+    /// Starts the cluster, whose model is called `name`.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub async fn start_as(&self, model: &Arc<Model>, name: &str) -> TestCluster {
+        let cluster = Cluster::start(self.plan(name), Arc::clone(model))
             .await
             .expect("the cluster starts");
         TestCluster { cluster }

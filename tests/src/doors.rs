@@ -29,7 +29,15 @@ impl OpenCluster {
     /// # Panics
     /// If it does not start.
     pub async fn start(setup: &Setup, model: &Arc<Model>) -> Self {
-        let cluster = Arc::new(setup.start(model).await);
+        Self::start_as(setup, model, "test").await
+    }
+
+    /// The same of a model with another name.
+    ///
+    /// # Panics
+    /// If it does not start.
+    pub async fn start_as(setup: &Setup, model: &Arc<Model>, name: &str) -> Self {
+        let cluster = Arc::new(setup.start_as(model, name).await);
         let bind = || TcpListener::bind("127.0.0.1:0");
         let (http, grpc) = (
             bind().await.expect("a free port"),

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use baton_engine::model::WeightFormat;
+use baton_proto::float_range;
 use baton_proto::kv_layout::KvDtype;
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
@@ -141,7 +142,7 @@ pub struct LoadArgs {
     pub shared_prefix: u32,
     /// Every second request is drawn at this temperature, with a seed of its own; the others
     /// are greedy [default: all are].
-    #[arg(long, env = "BATON_TEMPERATURE", value_parser = positive)]
+    #[arg(long, env = "BATON_TEMPERATURE", value_parser = temperature)]
     pub temperature: Option<f64>,
     /// Keep what was answered, for --compare-answers.
     #[arg(long, env = "BATON_SAVE_ANSWERS", value_name = "FILE")]
@@ -229,6 +230,13 @@ pub struct QualityArgs {
     pub threads: Option<u32>,
     #[command(flatten)]
     pub report: ReportArgs,
+}
+
+/// What a server takes, but for 0.
+fn temperature(text: &str) -> Result<f64, String> {
+    let value = positive(text)?;
+    let narrow = float_range::TEMPERATURE.narrow(value);
+    narrow.map(|_| value).map_err(|error| error.message)
 }
 
 pub(super) fn positive(text: &str) -> Result<f64, String> {
