@@ -1,14 +1,19 @@
 //! The weight formats of model files (ggml blocks), as integers and scales.
 //!
-//! One decoder per format turns a row of blocks into what the arithmetic contract speaks of: unsigned codes with an
-//! integer zero point, and per group of columns a scale and (for affine types) a minimum. Loading, packing and the
-//! reference all start from it. Nothing here is fast; it runs once per weight.
+//! One decoder per format (`decode`) turns a row of blocks into what the arithmetic contract speaks of: unsigned codes
+//! that stand for integers, and per group of columns a scale and (for affine types) a minimum. A code stands for itself
+//! less a zero point, or is the index of a table of 16 integers. Loading, packing and the reference all start from it.
+//! Nothing here is fast; it runs once per weight.
 //!
 //! *Source*: the block layouts of ggml (`ggml-common.h`, `ggml-quants.c`).
+
+mod decode;
 
 use half::{bf16, f16};
 
 use crate::Error;
+
+pub(crate) use decode::{DecodedBlock, decode_block};
 
 /// How weights are stored in a model file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -22,13 +27,25 @@ pub enum WeightType {
     Q5_0,
     Q5_1,
     Q8_0,
+    Q2K,
+    Q3K,
     Q4K,
     Q5K,
     Q6K,
+    IQ4NL,
+    IQ4XS,
+    MXFP4,
 }
 
+/// The integers that the codes of IQ4_NL and IQ4_XS stand for.
+const TABLE_IQ4: [i8; 16] = [
+    -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
+];
+/// Those of MXFP4, which are the values of E2M1 doubled.
+const TABLE_MXFP4: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
 impl WeightType {
-    pub const ALL: [WeightType; 11] = [
+    pub const ALL: [WeightType; 16] = [
         WeightType::F32,
         WeightType::F16,
         WeightType::BF16,
@@ -37,9 +54,14 @@ impl WeightType {
         WeightType::Q5_0,
         WeightType::Q5_1,
         WeightType::Q8_0,
+        WeightType::Q2K,
+        WeightType::Q3K,
         WeightType::Q4K,
         WeightType::Q5K,
         WeightType::Q6K,
+        WeightType::IQ4NL,
+        WeightType::IQ4XS,
+        WeightType::MXFP4,
     ];
 
     /// The name ggml and GGUF tools print.
@@ -53,82 +75,139 @@ impl WeightType {
             WeightType::Q5_0 => "Q5_0",
             WeightType::Q5_1 => "Q5_1",
             WeightType::Q8_0 => "Q8_0",
+            WeightType::Q2K => "Q2_K",
+            WeightType::Q3K => "Q3_K",
             WeightType::Q4K => "Q4_K",
             WeightType::Q5K => "Q5_K",
             WeightType::Q6K => "Q6_K",
+            WeightType::IQ4NL => "IQ4_NL",
+            WeightType::IQ4XS => "IQ4_XS",
+            WeightType::MXFP4 => "MXFP4",
         }
     }
 
     /// Weights in one block.
-    pub fn block_elements(self) -> usize {
+    pub const fn block_elements(self) -> usize {
         match self {
             WeightType::F32 | WeightType::F16 | WeightType::BF16 => 1,
-            WeightType::Q4K | WeightType::Q5K | WeightType::Q6K => 256,
+            _ if self.has_scale_codes() => 256,
             _ => 32,
         }
     }
 
     /// Bytes of one block.
-    pub fn block_bytes(self) -> usize {
+    pub const fn block_bytes(self) -> usize {
         match self {
             WeightType::F32 => 4,
             WeightType::F16 | WeightType::BF16 => 2,
-            WeightType::Q4_0 => 18,
+            WeightType::MXFP4 => 17,
+            WeightType::Q4_0 | WeightType::IQ4NL => 18,
             WeightType::Q4_1 => 20,
             WeightType::Q5_0 => 22,
             WeightType::Q5_1 => 24,
             WeightType::Q8_0 => 34,
+            WeightType::Q2K => 84,
+            WeightType::Q3K => 110,
+            WeightType::IQ4XS => 136,
             WeightType::Q4K => 144,
             WeightType::Q5K => 176,
             WeightType::Q6K => 210,
         }
     }
 
-    /// Whether a weight is an integer code times a scale.
-    pub fn is_quantized(self) -> bool {
+    /// Whether a weight is an integer times a scale.
+    pub const fn is_quantized(self) -> bool {
         !matches!(self, WeightType::F32 | WeightType::F16 | WeightType::BF16)
     }
 
     /// Columns that share one scale; 0 for float types.
-    pub fn group(self) -> usize {
+    pub const fn group(self) -> usize {
         match self {
             WeightType::F32 | WeightType::F16 | WeightType::BF16 => 0,
-            WeightType::Q6K => 16,
+            WeightType::Q2K | WeightType::Q3K | WeightType::Q6K => 16,
             _ => 32,
         }
     }
 
-    /// What is subtracted from a code before scaling; 0 for affine and float types.
-    pub fn zero_point(self) -> i32 {
+    /// What the unsigned bytes that the kernels multiply by are above the integers they stand for; 0 for affine and
+    /// float types. Such a byte is the code itself, or what [`table`](Self::table) has for it.
+    pub const fn zero_point(self) -> i32 {
         match self {
+            WeightType::Q3K => 4,
             WeightType::Q4_0 => 8,
+            WeightType::MXFP4 => 12,
             WeightType::Q5_0 => 16,
             WeightType::Q6K => 32,
-            WeightType::Q8_0 => 128,
+            WeightType::Q8_0 | WeightType::IQ4NL | WeightType::IQ4XS => 128,
             _ => 0,
         }
     }
 
     /// Bits of a code.
-    pub(crate) fn code_bits(self) -> usize {
+    pub(crate) const fn code_bits(self) -> usize {
         match self {
+            WeightType::Q2K => 2,
+            WeightType::Q3K => 3,
             WeightType::Q4_0 | WeightType::Q4_1 | WeightType::Q4K => 4,
+            WeightType::IQ4NL | WeightType::IQ4XS | WeightType::MXFP4 => 4,
             WeightType::Q5_0 | WeightType::Q5_1 | WeightType::Q5K => 5,
             WeightType::Q6K => 6,
             _ => 8,
         }
     }
 
+    /// What codes stand for, plus the zero point, where they are no integers themselves.
+    pub(crate) const fn table(self) -> Option<[u8; 16]> {
+        let values = match self {
+            WeightType::IQ4NL | WeightType::IQ4XS => TABLE_IQ4,
+            WeightType::MXFP4 => TABLE_MXFP4,
+            _ => return None,
+        };
+        let mut table = [0; 16];
+        let mut code = 0;
+        while code < 16 {
+            table[code] = (values[code] as i32 + self.zero_point()) as u8;
+            code += 1;
+        }
+        Some(table)
+    }
+
+    /// The integer that a code stands for.
+    pub(crate) fn integer(self, code: u8) -> i32 {
+        let byte = match self.table() {
+            Some(table) => table[usize::from(code)],
+            None => code,
+        };
+        i32::from(byte) - self.zero_point()
+    }
+
     /// Whether a group's scale is a small integer times a factor of its block of 256 columns.
-    pub(crate) fn has_scale_codes(self) -> bool {
-        matches!(self, WeightType::Q4K | WeightType::Q5K | WeightType::Q6K)
+    pub(crate) const fn has_scale_codes(self) -> bool {
+        matches!(
+            self,
+            WeightType::Q2K
+                | WeightType::Q3K
+                | WeightType::Q4K
+                | WeightType::Q5K
+                | WeightType::Q6K
+                | WeightType::IQ4XS
+        )
+    }
+
+    /// Whether a scale is a power of two that f16 may be too narrow for. All of them are bf16 numbers.
+    pub(crate) const fn has_wide_scales(self) -> bool {
+        matches!(self, WeightType::MXFP4)
     }
 
     /// Whether a minimum is added per group.
-    pub fn is_affine(self) -> bool {
+    pub const fn is_affine(self) -> bool {
         matches!(
             self,
-            WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4K | WeightType::Q5K
+            WeightType::Q4_1
+                | WeightType::Q5_1
+                | WeightType::Q2K
+                | WeightType::Q4K
+                | WeightType::Q5K
         )
     }
 
@@ -177,17 +256,17 @@ pub fn dequantize(ty: WeightType, bytes: &[u8], out: &mut [f32]) -> Result<(), E
         decode_block(ty, bytes, &mut decoded);
         for (i, out) in out.iter_mut().enumerate() {
             let group = i / ty.group();
-            let code = i32::from(decoded.codes[i]) - ty.zero_point();
-            *out = dequantized(ty, code, decoded.scales[group], decoded.mins[group]);
+            let integer = ty.integer(decoded.codes[i]);
+            *out = dequantized(ty, integer, decoded.scales[group], decoded.mins[group]);
         }
     }
     Ok(())
 }
 
-/// One weight from its code: one multiplication, and for affine types one addition, each rounded.
+/// One weight from its integer: one multiplication, and for affine types one addition, each rounded.
 #[inline]
-pub(crate) fn dequantized(ty: WeightType, code: i32, scale: f32, min: f32) -> f32 {
-    let scaled = scale * code as f32;
+pub(crate) fn dequantized(ty: WeightType, integer: i32, scale: f32, min: f32) -> f32 {
+    let scaled = scale * integer as f32;
     if ty.is_affine() { scaled + min } else { scaled }
 }
 
@@ -210,150 +289,5 @@ pub(crate) fn read_floats(ty: WeightType, bytes: &[u8], out: &mut [f32]) {
             }
         }
         _ => unreachable!("float types only"),
-    }
-}
-
-/// One block as codes, scales and minimums. Unused tails keep old values.
-pub(crate) struct DecodedBlock {
-    /// `code - zero_point` is the integer weight.
-    pub codes: [u8; 256],
-    /// Per group of [`WeightType::group`] columns.
-    pub scales: [f32; 16],
-    /// Per group; added once per weight. 0 for types that are not affine.
-    pub mins: [f32; 16],
-    /// K types only: `scales[g] = factor * scale_codes[g]` and `mins[g] = min_factor * min_codes[g]`, each rounded
-    /// once. The factors are f16 numbers.
-    pub factor: f32,
-    pub min_factor: f32,
-    pub scale_codes: [i8; 16],
-    pub min_codes: [i8; 16],
-}
-
-impl Default for DecodedBlock {
-    fn default() -> Self {
-        DecodedBlock {
-            codes: [0; 256],
-            scales: [0.0; 16],
-            mins: [0.0; 16],
-            factor: 0.0,
-            min_factor: 0.0,
-            scale_codes: [0; 16],
-            min_codes: [0; 16],
-        }
-    }
-}
-
-/// Decodes one quantised block; `bytes` holds exactly `ty.block_bytes()`.
-pub(crate) fn decode_block(ty: WeightType, bytes: &[u8], out: &mut DecodedBlock) {
-    match ty {
-        WeightType::Q4_0 => {
-            out.scales[0] = half_at(bytes, 0);
-            nibbles(&bytes[2..18], &mut out.codes[..32]);
-        }
-        WeightType::Q4_1 => {
-            out.scales[0] = half_at(bytes, 0);
-            out.mins[0] = half_at(bytes, 2);
-            nibbles(&bytes[4..20], &mut out.codes[..32]);
-        }
-        WeightType::Q5_0 => {
-            out.scales[0] = half_at(bytes, 0);
-            nibbles(&bytes[6..22], &mut out.codes[..32]);
-            fifth_bits(&bytes[2..6], &mut out.codes[..32]);
-        }
-        WeightType::Q5_1 => {
-            out.scales[0] = half_at(bytes, 0);
-            out.mins[0] = half_at(bytes, 2);
-            nibbles(&bytes[8..24], &mut out.codes[..32]);
-            fifth_bits(&bytes[4..8], &mut out.codes[..32]);
-        }
-        WeightType::Q8_0 => {
-            out.scales[0] = half_at(bytes, 0);
-            for (code, byte) in out.codes.iter_mut().zip(&bytes[2..34]) {
-                *code = byte ^ 0x80;
-            }
-        }
-        WeightType::Q4K => {
-            k_scales(bytes, out);
-            for chunk in 0..4 {
-                nibbles(
-                    &bytes[16 + 32 * chunk..][..32],
-                    &mut out.codes[64 * chunk..][..64],
-                );
-            }
-        }
-        WeightType::Q5K => {
-            k_scales(bytes, out);
-            for chunk in 0..4 {
-                let codes = &mut out.codes[64 * chunk..][..64];
-                nibbles(&bytes[48 + 32 * chunk..][..32], codes);
-                for (i, high) in bytes[16..48].iter().enumerate() {
-                    codes[i] |= (high >> (2 * chunk) & 1) << 4;
-                    codes[i + 32] |= (high >> (2 * chunk + 1) & 1) << 4;
-                }
-            }
-        }
-        WeightType::Q6K => {
-            out.factor = half_at(bytes, 208);
-            for (code, byte) in out.scale_codes.iter_mut().zip(&bytes[192..208]) {
-                *code = *byte as i8;
-            }
-            for (scale, code) in out.scales.iter_mut().zip(out.scale_codes) {
-                *scale = out.factor * f32::from(code);
-            }
-            for part in 0..2 {
-                let low = &bytes[64 * part..][..64];
-                let high = &bytes[128 + 32 * part..][..32];
-                let codes = &mut out.codes[128 * part..][..128];
-                for i in 0..32 {
-                    codes[i] = low[i] & 15 | (high[i] & 3) << 4;
-                    codes[i + 32] = low[i + 32] & 15 | (high[i] >> 2 & 3) << 4;
-                    codes[i + 64] = low[i] >> 4 | (high[i] >> 4 & 3) << 4;
-                    codes[i + 96] = low[i + 32] >> 4 | (high[i] >> 6) << 4;
-                }
-            }
-        }
-        WeightType::F32 | WeightType::F16 | WeightType::BF16 => {
-            unreachable!("quantised types only")
-        }
-    }
-}
-
-fn half_at(bytes: &[u8], at: usize) -> f32 {
-    f16::from_le_bytes([bytes[at], bytes[at + 1]]).to_f32()
-}
-
-/// Low nibbles are the first half of `codes`, high nibbles the second.
-fn nibbles(bytes: &[u8], codes: &mut [u8]) {
-    let (low, high) = codes.split_at_mut(bytes.len());
-    for ((byte, low), high) in bytes.iter().zip(low).zip(high) {
-        *low = byte & 15;
-        *high = byte >> 4;
-    }
-}
-
-/// Bit `i` of a little-endian word is bit 4 of code `i`.
-fn fifth_bits(bytes: &[u8], codes: &mut [u8]) {
-    let word = u32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
-    for (i, code) in codes.iter_mut().enumerate() {
-        *code |= (word >> i & 1) as u8 * 16;
-    }
-}
-
-/// The eight 6-bit scales and minimums of Q4_K and Q5_K, times the block's two f16 factors.
-fn k_scales(bytes: &[u8], out: &mut DecodedBlock) {
-    (out.factor, out.min_factor) = (half_at(bytes, 0), -half_at(bytes, 2));
-    let q = &bytes[4..16];
-    for j in 0..8 {
-        let (scale, min) = if j < 4 {
-            (q[j] & 63, q[j + 4] & 63)
-        } else {
-            (
-                q[j + 4] & 15 | q[j - 4] >> 6 << 4,
-                q[j + 4] >> 4 | q[j] >> 6 << 4,
-            )
-        };
-        (out.scale_codes[j], out.min_codes[j]) = (scale as i8, min as i8);
-        out.scales[j] = out.factor * f32::from(scale);
-        out.mins[j] = out.min_factor * f32::from(min);
     }
 }

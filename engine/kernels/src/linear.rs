@@ -23,9 +23,10 @@ mod strip;
 use std::ops::Range;
 
 use crate::kernels::{Shared, share_chunks};
+use crate::matrix::has_half_groups;
 use crate::quantize::cut_tiles;
 use crate::scratch::Activations;
-use crate::{Activation, Isa, Kernels, PackedMatrix, Scratch, WeightType};
+use crate::{Activation, Isa, Kernels, PackedMatrix, Scratch};
 use best::Best;
 use strip::{Destination, Strip};
 
@@ -35,10 +36,10 @@ const CHUNK_BYTES: usize = 512 << 10;
 const BYTES_PER_THREAD_MIN: usize = 16 << 10;
 
 /// Sizes of token tiles for a matrix: with the row tiles that `strip` takes for each, accumulators and dots fit in the
-/// registers. Those of Q6_K, which unpacks from two places and scales each half of a group, leave room for fewer.
+/// registers. Types that scale each half of a group leave room for fewer.
 fn tile_sizes(isa: Isa, w: &PackedMatrix) -> &'static [usize] {
     match isa {
-        Isa::Avx512 if w.segments().iter().all(|s| s.ty == WeightType::Q6K) => &[8, 6, 4, 3, 2, 1],
+        Isa::Avx512 if w.segments().iter().all(|s| has_half_groups(s.ty)) => &[8, 6, 4, 3, 2, 1],
         Isa::Avx512 => &[12, 8, 6, 4, 3, 2, 1],
         Isa::Avx2 => &[4, 2, 1],
         Isa::Scalar => &[1],

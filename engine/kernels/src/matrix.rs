@@ -8,15 +8,20 @@
 //! tile (quantised) = [ scales ] pad to 64 bytes [ per 32 columns: code lines, bit lines ]
 //! tile (float)     = [ per column: weight x16 ]
 //!
-//! scales  = per 32 columns: scale f16 x16 (, minimum f16 x16)
-//! scales of K types = per 256 columns: factor f16 x16 (, minimum's factor f16 x16), then per 32 columns two of
-//!           scale code i8 x16, and minimum code i8 x16 or the scale code of the second 16 columns
+//! scales  = per 32 columns: scale f16 x16 (, minimum f16 x16); of MXFP4 the scale as bf16
+//! scales of types with scale codes = per 256 columns: factor f16 x16 (, minimum's factor f16 x16), then per 32 columns
+//!   Q4_K, Q5_K:  scale code i8 x16, minimum code i8 x16
+//!   Q3_K, Q6_K:  scale code i8 x16 of the first 16 columns, and of the second
+//!   Q2_K:        the same with the minimum code in the upper nibble
+//!   IQ4_XS:      scale code i8 x16
 //!
 //! line of codes = 64 bytes = 16 rows x 4 consecutive columns, what one `vpdpbusd zmm` eats
 //!   8-bit codes:  8 lines per 32 columns, line j = columns 4j..4j+4
 //!   nibbles:      4 lines per 32 columns, line i = line j=i above in the low nibbles, line j=i+4 in the high ones
 //!   5-bit codes:  nibbles, then one line whose bit j is bit 4 of line j's code in the same byte
 //!   6-bit codes:  nibbles, then two lines of four 2-bit fields: field k of line h are bits 4 and 5 of line j=4h+k
+//!   2-bit codes:  two lines of four 2-bit fields: field k of line h is line j=4h+k
+//!   3-bit codes:  the same with bits 0 and 1, then one line whose bit j is bit 2 of line j
 //! ```
 //!
 //! So a matrix takes the bits it has in the file (but for padding), which is what bounds decoding. `pack` fills tiles.
@@ -24,7 +29,7 @@
 
 mod pack;
 
-use half::f16;
+use half::{bf16, f16};
 
 use crate::Error;
 use crate::format::{self, WeightType, dequantized};
@@ -35,7 +40,7 @@ pub(crate) const LANES: usize = 16;
 /// Columns that share one activation scale.
 pub(crate) const GROUP: usize = 32;
 
-/// Columns of a K type's block.
+/// Columns of a block of the types with scale codes.
 pub(crate) const BLOCK_K: usize = 256;
 
 /// Bytes of the codes of 32 columns and 16 rows.
@@ -47,13 +52,25 @@ fn codes_per_group(ty: WeightType) -> usize {
     codes_per_group_of_bits(ty.code_bits())
 }
 
-/// Bytes of the scales of one K block and 16 rows: factors, then two planes of codes for each of 8 groups of 32.
-pub(crate) const fn block_k_scales_of(affine: bool) -> usize {
-    LANES * if affine { 4 } else { 2 } + BLOCK_K / GROUP * 2 * LANES
+/// Whether a group of 32 columns has two scales, one for each half.
+pub(crate) const fn has_half_groups(ty: WeightType) -> bool {
+    ty.group() == GROUP / 2
 }
 
-fn block_k_scales(ty: WeightType) -> usize {
-    block_k_scales_of(ty.is_affine())
+/// Bytes of the factors of one block of 256 columns and 16 rows.
+pub(crate) const fn block_k_factors(ty: WeightType) -> usize {
+    LANES * if ty.is_affine() { 4 } else { 2 }
+}
+
+/// Bytes of the codes of scales and minimums of one group of 32 columns and 16 rows.
+pub(crate) const fn group_scale_codes(ty: WeightType) -> usize {
+    let two = ty.is_affine() || has_half_groups(ty);
+    LANES * if two { 2 } else { 1 }
+}
+
+/// Bytes of all scales of one block of 256 columns and 16 rows.
+pub(crate) const fn block_k_scales(ty: WeightType) -> usize {
+    block_k_factors(ty) + BLOCK_K / GROUP * group_scale_codes(ty)
 }
 
 /// One matrix as a model file holds it: row-major blocks, `rows` outputs of `cols` inputs.
@@ -212,9 +229,8 @@ impl PackedMatrix {
         for (g, out) in out.chunks_exact_mut(ty.group()).enumerate() {
             let (scale, min) = scale_and_min(segment, tile, g, lane);
             for (i, out) in out.iter_mut().enumerate() {
-                let code =
-                    i32::from(code_at(segment, tile, g * ty.group() + i, lane)) - ty.zero_point();
-                *out = dequantized(ty, code, scale, min);
+                let integer = ty.integer(code_at(segment, tile, g * ty.group() + i, lane));
+                *out = dequantized(ty, integer, scale, min);
             }
         }
     }
@@ -252,6 +268,13 @@ pub(crate) fn code_at(segment: &Segment, tile: &[u8], col: usize, lane: usize) -
     if bits == 8 {
         return group[line * 64 + byte];
     }
+    if bits < 4 {
+        let low = group[line / 4 * 64 + byte] >> (line % 4 * 2) & 3;
+        return match bits {
+            3 => low | (group[128 + byte] >> line & 1) << 2,
+            _ => low,
+        };
+    }
     let low = group[line % 4 * 64 + byte] >> (line / 4 * 4) & 15;
     match bits {
         5 => low | (group[256 + byte] >> line & 1) << 4,
@@ -272,6 +295,10 @@ pub(crate) fn scale_and_min(
     if !ty.has_scale_codes() {
         let planes = if ty.is_affine() { 2 } else { 1 };
         let at = (group * planes * LANES + lane) * 2;
+        if ty.has_wide_scales() {
+            let scale = bf16::from_ne_bytes([tile[at], tile[at + 1]]);
+            return (scale.to_f32(), 0.0);
+        }
         let min = if ty.is_affine() {
             half(at + 2 * LANES)
         } else {
@@ -281,22 +308,28 @@ pub(crate) fn scale_and_min(
     }
     let col = group * ty.group();
     let block = col / BLOCK_K * block_k_scales(ty);
-    let (scale, min) = k_codes_place(ty, col, lane);
-    let code = |at: usize| f32::from(tile[at] as i8);
+    let place = scale_code_place(ty, col, lane);
+    let (scale, min) = match (ty.is_affine(), has_half_groups(ty)) {
+        (true, true) => ((tile[place] & 15) as i8, (tile[place] >> 4) as i8),
+        (true, false) => (tile[place] as i8, tile[place + LANES] as i8),
+        (false, _) => (tile[place] as i8, 0),
+    };
     let factor = half(block + 2 * lane);
-    if ty.is_affine() {
-        let min_factor = half(block + 2 * LANES + 2 * lane);
-        (factor * code(scale), min_factor * code(min))
+    let min = if ty.is_affine() {
+        half(block + 2 * LANES + 2 * lane) * f32::from(min)
     } else {
-        (factor * code(scale), 0.0)
-    }
+        0.0
+    };
+    (factor * f32::from(scale), min)
 }
 
-/// Where the codes of scale and minimum of a column lie; the second is only there for affine types.
-fn k_codes_place(ty: WeightType, col: usize, lane: usize) -> (usize, usize) {
-    let factors = LANES * if ty.is_affine() { 4 } else { 2 };
-    let block = col / BLOCK_K * block_k_scales(ty) + factors;
-    let pair = block + col % BLOCK_K / GROUP * 2 * LANES + lane;
-    let second = if ty.is_affine() { 0 } else { col % GROUP / 16 };
-    (pair + second * LANES, pair + LANES)
+/// Where the code of a column's scale lies. A minimum's is in the same byte, or 16 bytes behind.
+fn scale_code_place(ty: WeightType, col: usize, lane: usize) -> usize {
+    let block = col / BLOCK_K * block_k_scales(ty) + block_k_factors(ty);
+    let half = if has_half_groups(ty) {
+        col % GROUP / 16
+    } else {
+        0
+    };
+    block + col % BLOCK_K / GROUP * group_scale_codes(ty) + half * LANES + lane
 }

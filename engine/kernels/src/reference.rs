@@ -120,7 +120,7 @@ pub fn dot(ty: WeightType, weights: &[u8], x: &[f32], quantized: &QuantizedRow) 
             let mut sum = 0i32;
             for i in 0..group {
                 let x = i32::from(quantized.codes[col + i]);
-                dot += (i32::from(block.codes[g * group + i]) - ty.zero_point()) * x;
+                dot += ty.integer(block.codes[g * group + i]) * x;
                 sum += x;
             }
             let scale = quantized.scales[col / 32];

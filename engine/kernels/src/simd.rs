@@ -96,12 +96,19 @@ pub(crate) trait Simd: Copy {
     unsafe fn load_codes(from: *const u8) -> Self::B;
     unsafe fn low_nibbles(x: Self::B) -> Self::B;
     unsafe fn high_nibbles(x: Self::B) -> Self::B;
-    /// 16-bit lanes, by at most 4; bits that cross from one byte to the next are for [`or_bits`](Self::or_bits) to drop.
+    /// 16-bit lanes; bits that cross from one byte to the next are for [`or_bits`](Self::or_bits) or
+    /// [`keep_bits`](Self::keep_bits) to drop.
     unsafe fn shift_left(x: Self::B, by: u32) -> Self::B;
     /// As [`shift_left`](Self::shift_left).
     unsafe fn shift_right(x: Self::B, by: u32) -> Self::B;
-    /// `x | (bits & mask)`, the same mask for every byte: bits 4 and 5, which no other byte's bits reach.
+    /// `x | (bits & mask)`, the same mask for every byte, with no bit that another byte's bits reach.
     unsafe fn or_bits(x: Self::B, bits: Self::B, mask: u8) -> Self::B;
+    /// `x & mask`, as [`or_bits`](Self::or_bits).
+    unsafe fn keep_bits(x: Self::B, mask: u8) -> Self::B;
+    /// `table[x]` of every byte; all are below 16.
+    unsafe fn look_up(table: [u8; 16], x: Self::B) -> Self::B;
+    /// Reads 16 bytes; their low nibbles and their high ones.
+    unsafe fn load_nibbles(from: *const u8) -> (Self::F, Self::F);
     /// Reads 16 signed bytes.
     unsafe fn load_i8(from: *const i8) -> Self::F;
     /// Reads 4 signed codes, the same for all lanes.

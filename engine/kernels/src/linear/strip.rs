@@ -2,7 +2,10 @@
 
 use crate::kernels::Shared;
 use crate::linear::best::{BestLanes, BestLimits};
-use crate::matrix::{GROUP, LANES, Segment, block_k_scales_of, codes_per_group_of_bits};
+use crate::matrix::{
+    GROUP, LANES, Segment, block_k_factors, block_k_scales, codes_per_group_of_bits,
+    group_scale_codes, has_half_groups,
+};
 use crate::scratch::{Activations, Buffer};
 use crate::simd::{BFloat16, Element, Float16, Float32, Kernel, Simd};
 use crate::{Isa, PackedMatrix, WeightType};
@@ -56,9 +59,14 @@ impl Strip<'_> {
                 WeightType::Q5_0 => run_size::<QuantStrip<Q5_0>>(isa, size, strip),
                 WeightType::Q5_1 => run_size::<QuantStrip<Q5_1>>(isa, size, strip),
                 WeightType::Q8_0 => run_size::<QuantStrip<Q8_0>>(isa, size, strip),
+                WeightType::Q2K => run_size::<QuantStrip<Q2K>>(isa, size, strip),
+                WeightType::Q3K => run_size::<QuantStrip<Q3K>>(isa, size, strip),
                 WeightType::Q4K => run_size::<QuantStrip<Q4K>>(isa, size, strip),
                 WeightType::Q5K => run_size::<QuantStrip<Q5K>>(isa, size, strip),
                 WeightType::Q6K => run_size::<QuantStrip<Q6K>>(isa, size, strip),
+                WeightType::IQ4NL => run_size::<QuantStrip<IQ4NL>>(isa, size, strip),
+                WeightType::IQ4XS => run_size::<QuantStrip<IQ4XS>>(isa, size, strip),
+                WeightType::MXFP4 => run_size::<QuantStrip<MXFP4>>(isa, size, strip),
             }
         }
     }
@@ -114,39 +122,31 @@ unsafe fn run_size<K: StripKind>(isa: Isa, size: usize, strip: Strip<'_>) {
 
 /// What differs between quantised formats once packed.
 trait Format {
+    const TYPE: WeightType;
     /// Bits of a code.
-    const BITS: usize;
+    const BITS: usize = Self::TYPE.code_bits();
+    /// What codes are looked up in before they are multiplied.
+    const TABLE: Option<[u8; 16]> = Self::TYPE.table();
+    /// What is multiplied may be 128 or more.
+    const WIDE: bool = Self::TYPE.zero_point() >= 128;
     /// A minimum per group is added.
-    const AFFINE: bool;
+    const AFFINE: bool = Self::TYPE.is_affine();
     /// Scales are codes times a factor per 256 columns.
-    const SCALE_CODES: bool;
+    const SCALE_CODES: bool = Self::TYPE.has_scale_codes();
     /// Weights have a scale per 16 columns, not 32.
-    const HALF_GROUPS: bool;
+    const HALF_GROUPS: bool = has_half_groups(Self::TYPE);
 }
 
 macro_rules! formats {
-    ($($name:ident: $bits:literal $affine:literal $scale_codes:literal $half:literal;)*) => {
+    ($($name:ident)*) => {
         $(struct $name;
         impl Format for $name {
-            const BITS: usize = $bits;
-            const AFFINE: bool = $affine;
-            const SCALE_CODES: bool = $scale_codes;
-            const HALF_GROUPS: bool = $half;
+            const TYPE: WeightType = WeightType::$name;
         })*
     };
 }
 
-formats! {
-    //       bits, affine, scale codes, half groups
-    Q4_0:    4 false false false;
-    Q4_1:    4 true  false false;
-    Q4K:     4 true  true  false;
-    Q5_0:    5 false false false;
-    Q5_1:    5 true  false false;
-    Q5K:     5 true  true  false;
-    Q6K:     6 false true  true;
-    Q8_0:    8 false false false;
-}
+formats! { Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2K Q3K Q4K Q5K Q6K IQ4NL IQ4XS MXFP4 }
 
 struct QuantStrip<F>(std::marker::PhantomData<F>);
 
@@ -303,9 +303,15 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
                         let dx = S::splat(*x_scales.add(t));
                         let start = S::splat_i(-zero_point * *sums.add(2 * t + 1));
                         for r in 0..R {
-                            let both = S::mul(scales[r].first, dx);
+                            let both = S::mul(scales[r].scales[0], dx);
                             acc[r][t] = S::fma(both, S::to_float(dot[r][t]), acc[r][t]);
                             dot[r][t] = start;
+                        }
+                        if F::AFFINE {
+                            let sum = S::splat(*x_scales.add(t) * *sums.add(2 * t) as f32);
+                            for r in 0..R {
+                                acc[r][t] = S::fma(scales[r].mins[0], sum, acc[r][t]);
+                            }
                         }
                     }
                 }
@@ -317,7 +323,7 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
                 for t in 0..T {
                     let x = S::broadcast_codes(x.add(t * GROUP + 4 * line));
                     for r in 0..R {
-                        dot[r][t] = if F::BITS == 8 {
+                        dot[r][t] = if F::WIDE {
                             S::dot::<true>(dot[r][t], w[r], x)
                         } else {
                             S::dot::<false>(dot[r][t], w[r], x)
@@ -326,20 +332,20 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
                 }
             }
             for r in 0..R {
-                let scale = if F::HALF_GROUPS {
-                    scales[r].second
-                } else {
-                    scales[r].first
-                };
+                let last = if F::HALF_GROUPS { 1 } else { 0 };
                 for t in 0..T {
-                    let both = S::mul(scale, S::splat(*x_scales.add(t)));
+                    let both = S::mul(scales[r].scales[last], S::splat(*x_scales.add(t)));
                     acc[r][t] = S::fma(both, S::to_float(dot[r][t]), acc[r][t]);
                 }
                 if F::AFFINE {
                     let scaled_sums = x_scaled_sums.add(g * T);
                     for t in 0..T {
-                        let sum = S::splat(*scaled_sums.add(t));
-                        acc[r][t] = S::fma(scales[r].second, sum, acc[r][t]);
+                        let sum = if F::HALF_GROUPS {
+                            *x_scales.add(t) * *sums.add(2 * t + 1) as f32
+                        } else {
+                            *scaled_sums.add(t)
+                        };
+                        acc[r][t] = S::fma(scales[r].mins[last], S::splat(sum), acc[r][t]);
                     }
                 }
             }
@@ -350,44 +356,68 @@ unsafe fn quant_tiles<S: Simd, F: Format, const R: usize, const T: usize>(
     }
 }
 
-/// A group's scale, and its minimum or the scale of its second half.
+/// A group's scale and minimum, or those of its two halves. What a format does not have is never read.
 #[derive(Clone, Copy)]
 struct Scales<S: Simd> {
-    first: S::F,
-    second: S::F,
+    scales: [S::F; 2],
+    mins: [S::F; 2],
 }
 
 /// # Safety
 /// `tile` is a tile of the format with more than `g` groups, and the processor has `S`'s instruction set.
 #[inline(always)]
 unsafe fn load_scales<S: Simd, F: Format>(tile: *const u8, g: usize) -> Scales<S> {
-    let two = F::AFFINE || F::HALF_GROUPS;
-    // SAFETY: the layout in `matrix`: factors in front of the pairs of codes of 8 groups, or one or two rows of f16.
+    // SAFETY: the layout in `matrix`: factors in front of the codes of 8 groups, or one or two rows of scales.
     unsafe {
-        if F::SCALE_CODES {
-            let block = tile.add(g / 8 * const { block_k_scales_of(F::AFFINE) });
-            let factors = LANES * if F::AFFINE { 4 } else { 2 };
-            let codes = block.add(factors + g % 8 * 2 * LANES).cast::<i8>();
-            let factor = S::load_f16(block.cast());
-            let second = if F::AFFINE {
-                S::load_f16(block.add(2 * LANES).cast())
+        if !F::SCALE_CODES {
+            let at = tile.add(g * LANES * if F::AFFINE { 4 } else { 2 });
+            let scale = if const { F::TYPE.has_wide_scales() } {
+                S::load_bf16(at.cast())
             } else {
-                factor
+                S::load_f16(at.cast())
             };
-            return Scales {
-                first: S::mul(factor, S::load_i8(codes)),
-                second: S::mul(second, S::load_i8(codes.add(LANES))),
-            };
-        }
-        let at = tile.add(g * LANES * if two { 4 } else { 2 });
-        let first = S::load_f16(at.cast());
-        Scales {
-            first,
-            second: if two {
+            let min = if F::AFFINE {
                 S::load_f16(at.add(2 * LANES).cast())
             } else {
+                scale
+            };
+            return Scales {
+                scales: [scale; 2],
+                mins: [min; 2],
+            };
+        }
+        let block = tile.add(g / 8 * const { block_k_scales(F::TYPE) });
+        let at = block
+            .add(const { block_k_factors(F::TYPE) } + g % 8 * const { group_scale_codes(F::TYPE) });
+        let factor = S::load_f16(block.cast());
+        let scaled = |at: *const u8| S::mul(factor, S::load_i8(at.cast()));
+        if !F::AFFINE {
+            let first = scaled(at);
+            let second = if F::HALF_GROUPS {
+                scaled(at.add(LANES))
+            } else {
                 first
-            },
+            };
+            return Scales {
+                scales: [first, second],
+                mins: [first; 2],
+            };
+        }
+        let min_factor = S::load_f16(block.add(2 * LANES).cast());
+        if F::HALF_GROUPS {
+            let (first, first_min) = S::load_nibbles(at);
+            let (second, second_min) = S::load_nibbles(at.add(LANES));
+            return Scales {
+                scales: [S::mul(factor, first), S::mul(factor, second)],
+                mins: [
+                    S::mul(min_factor, first_min),
+                    S::mul(min_factor, second_min),
+                ],
+            };
+        }
+        Scales {
+            scales: [scaled(at); 2],
+            mins: [S::mul(min_factor, S::load_i8(at.add(LANES).cast())); 2],
         }
     }
 }
@@ -403,6 +433,20 @@ unsafe fn load_line<S: Simd, F: Format>(group: *const u8, line: usize) -> S::B {
         if F::BITS == 8 {
             return S::load_codes(group.add(64 * line));
         }
+        if F::BITS < 4 {
+            let fields = S::load_codes(group.add(64 * (line / 4)));
+            let low = S::keep_bits(S::shift_right(fields, line as u32 % 4 * 2), 3);
+            if F::BITS == 2 {
+                return low;
+            }
+            // Moves the bit to position 2.
+            let bits = S::load_codes(group.add(128));
+            return if line <= 2 {
+                S::or_bits(low, S::shift_left(bits, 2 - line as u32), 4)
+            } else {
+                S::or_bits(low, S::shift_right(bits, line as u32 - 2), 4)
+            };
+        }
         let both = S::load_codes(group.add(64 * (line % 4)));
         let low = if line < 4 {
             S::low_nibbles(both)
@@ -413,7 +457,12 @@ unsafe fn load_line<S: Simd, F: Format>(group: *const u8, line: usize) -> S::B {
         let (plane, at, mask) = match F::BITS {
             5 => (0, line, 0x10),
             6 => (line / 4, line % 4 * 2, 0x30),
-            _ => return low,
+            _ => {
+                return match const { F::TABLE } {
+                    Some(table) => S::look_up(table, low),
+                    None => low,
+                };
+            }
         };
         let bits = S::load_codes(group.add(256 + 64 * plane));
         if at <= 4 {

@@ -15,11 +15,11 @@
 
 use std::ops::Range;
 
-use half::f16;
+use half::{bf16, f16};
 
 use super::{
     GROUP, LANES, MatrixSource, PackedMatrix, Segment, block_k_scales, codes_per_group_of_bits,
-    k_codes_place,
+    has_half_groups, scale_code_place,
 };
 use crate::format::{DecodedBlock, decode_block};
 use crate::kernels::Shared;
@@ -115,6 +115,8 @@ impl Kernel for PackTiles<'_> {
         let rows = self.rows.chunks(self.row_bytes * LANES);
         for (tile, rows) in self.tiles.chunks_exact_mut(segment.tile_bytes).zip(rows) {
             match (segment.ty.is_quantized(), segment.ty.code_bits()) {
+                (true, 2) => quantized_tile::<2>(segment, rows, self.row_bytes, tile),
+                (true, 3) => quantized_tile::<3>(segment, rows, self.row_bytes, tile),
                 (true, 4) => quantized_tile::<4>(segment, rows, self.row_bytes, tile),
                 (true, 5) => quantized_tile::<5>(segment, rows, self.row_bytes, tile),
                 (true, 6) => quantized_tile::<6>(segment, rows, self.row_bytes, tile),
@@ -173,6 +175,12 @@ fn put_scales(
     if !ty.has_scale_codes() {
         let planes = if ty.is_affine() { 2 } else { 1 };
         let at = (block * planes * LANES + lane) * 2;
+        if ty.has_wide_scales() {
+            // Exact: a power of two, subnormal ones included.
+            let scale = bf16::from_f32(decoded.scales[0]);
+            scales[at..at + 2].copy_from_slice(&scale.to_ne_bytes());
+            return;
+        }
         put(at, decoded.scales[0]);
         if ty.is_affine() {
             put(at + 2 * LANES, decoded.mins[0]);
@@ -186,10 +194,12 @@ fn put_scales(
     }
     for g in 0..ty.block_elements() / ty.group() {
         let col = block * ty.block_elements() + g * ty.group();
-        let (scale, min) = k_codes_place(ty, col, lane);
-        scales[scale] = decoded.scale_codes[g] as u8;
-        if ty.is_affine() {
-            scales[min] = decoded.min_codes[g] as u8;
+        let place = scale_code_place(ty, col, lane);
+        let (scale, min) = (decoded.scale_codes[g] as u8, decoded.min_codes[g] as u8);
+        match (ty.is_affine(), has_half_groups(ty)) {
+            (true, true) => scales[place] = scale | min << 4,
+            (true, false) => (scales[place], scales[place + LANES]) = (scale, min),
+            (false, _) => scales[place] = scale,
         }
     }
 }
@@ -221,30 +231,42 @@ fn put_lines<const BITS: usize>(lines: &Lines, codes: &mut [u8]) {
         }
         return;
     }
-    const NIBBLES: u32 = 0x0f0f_0f0f;
-    for i in 0..4 {
-        let (low, high) = (&lines[i], &lines[i + 4]);
-        put(
-            i,
-            std::array::from_fn(|lane| low[lane] & NIBBLES | (high[lane] & NIBBLES) << 4),
-        );
+    // Bits `first..first + width` of each line, side by side in the bytes of as many lines as that takes.
+    let planes = |first: usize, width: usize| {
+        let (mask, per_plane) = (0x0101_0101 * ((1 << width) - 1), 8 / width);
+        (0..width).map(move |plane| {
+            let mut bits = [0; LANES];
+            for field in 0..per_plane {
+                let line = &lines[plane * per_plane + field];
+                for (bits, word) in bits.iter_mut().zip(line) {
+                    *bits |= (word >> first & mask) << (field * width);
+                }
+            }
+            bits
+        })
+    };
+    if BITS < 4 {
+        for (plane, bits) in planes(0, 2).enumerate() {
+            put(plane, bits);
+        }
+    } else {
+        const NIBBLES: u32 = 0x0f0f_0f0f;
+        for i in 0..4 {
+            let (low, high) = (&lines[i], &lines[i + 4]);
+            put(
+                i,
+                std::array::from_fn(|lane| low[lane] & NIBBLES | (high[lane] & NIBBLES) << 4),
+            );
+        }
     }
-    // Of each line, the bits above the nibble, `width` of them side by side in a plane's bytes.
-    let (planes, width, mask) = match BITS {
-        5 => (1, 1, 0x0101_0101),
-        6 => (2, 2, 0x0303_0303),
+    let (at, first, width) = match BITS {
+        3 => (2, 2, 1),
+        5 => (4, 4, 1),
+        6 => (4, 4, 2),
         _ => return,
     };
-    let per_plane = 8 / planes;
-    for plane in 0..planes {
-        let mut bits = [0; LANES];
-        for field in 0..per_plane {
-            let line = &lines[plane * per_plane + field];
-            for (bits, word) in bits.iter_mut().zip(line) {
-                *bits |= (word >> 4 & mask) << (field * width);
-            }
-        }
-        put(4 + plane, bits);
+    for (plane, bits) in planes(first, width).enumerate() {
+        put(at + plane, bits);
     }
 }
 
@@ -312,8 +334,13 @@ mod tests {
             group[line * 64 + byte] = code;
             return;
         }
-        group[line % 4 * 64 + byte] |= (code & 15) << (line / 4 * 4);
+        if bits < 4 {
+            group[line / 4 * 64 + byte] |= (code & 3) << (line % 4 * 2);
+        } else {
+            group[line % 4 * 64 + byte] |= (code & 15) << (line / 4 * 4);
+        }
         match bits {
+            3 => group[128 + byte] |= (code >> 2) << line,
             5 => group[256 + byte] |= (code >> 4) << line,
             6 => group[256 + line / 4 * 64 + byte] |= (code >> 4) << (line % 4 * 2),
             _ => {}

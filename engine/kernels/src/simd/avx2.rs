@@ -253,6 +253,36 @@ impl Simd for Avx2 {
     }
 
     #[inline(always)]
+    unsafe fn keep_bits(x: Self::B, mask: u8) -> Self::B {
+        let mask = _mm256_set1_epi8(mask as i8);
+        [_mm256_and_si256(x[0], mask), _mm256_and_si256(x[1], mask)]
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], x: Self::B) -> Self::B {
+        let table = _mm256_broadcastsi128_si256(_mm_loadu_si128(table.as_ptr().cast()));
+        [
+            _mm256_shuffle_epi8(table, x[0]),
+            _mm256_shuffle_epi8(table, x[1]),
+        ]
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> (Self::F, Self::F) {
+        let bytes = _mm_loadu_si128(from.cast());
+        let bytes = [
+            _mm256_cvtepu8_epi32(bytes),
+            _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(bytes, bytes)),
+        ];
+        let low = |x| _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(15)));
+        let high = |x| _mm256_cvtepi32_ps(_mm256_srli_epi32::<4>(x));
+        (
+            [low(bytes[0]), low(bytes[1])],
+            [high(bytes[0]), high(bytes[1])],
+        )
+    }
+
+    #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self::F {
         let bytes = _mm_loadu_si128(from.cast());
         let high = _mm_unpackhi_epi64(bytes, bytes);

@@ -209,6 +209,26 @@ impl Simd for Avx512 {
     }
 
     #[inline(always)]
+    unsafe fn keep_bits(x: Self::B, mask: u8) -> Self::B {
+        _mm512_and_si512(x, _mm512_set1_epi8(mask as i8))
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], x: Self::B) -> Self::B {
+        let table = _mm_loadu_si128(table.as_ptr().cast());
+        _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), x)
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> (Self::F, Self::F) {
+        let bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(from.cast()));
+        (
+            _mm512_cvtepi32_ps(_mm512_and_si512(bytes, _mm512_set1_epi32(15))),
+            _mm512_cvtepi32_ps(_mm512_srli_epi32::<4>(bytes)),
+        )
+    }
+
+    #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self::F {
         _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from.cast())))
     }

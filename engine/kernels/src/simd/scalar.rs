@@ -193,6 +193,26 @@ impl Simd for Scalar {
     }
 
     #[inline(always)]
+    unsafe fn keep_bits(x: Self::B, mask: u8) -> Self::B {
+        x.map(|x| x & mask)
+    }
+
+    #[inline(always)]
+    unsafe fn look_up(table: [u8; 16], x: Self::B) -> Self::B {
+        x.map(|x| table[usize::from(x & 15)])
+    }
+
+    #[inline(always)]
+    unsafe fn load_nibbles(from: *const u8) -> (Self::F, Self::F) {
+        // SAFETY: 16 bytes are readable, by the trait's contract.
+        let bytes = unsafe { from.cast::<[u8; LANES]>().read() };
+        (
+            bytes.map(|byte| f32::from(byte & 15)),
+            bytes.map(|byte| f32::from(byte >> 4)),
+        )
+    }
+
+    #[inline(always)]
     unsafe fn load_i8(from: *const i8) -> Self::F {
         // SAFETY: 16 bytes are readable, by the trait's contract.
         unsafe { from.cast::<[i8; LANES]>().read() }.map(f32::from)

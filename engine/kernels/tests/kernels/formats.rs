@@ -1,7 +1,10 @@
-//! Dequantisation of blocks made by hand, against the formulas of ggml.
+//! Dequantisation of blocks made by hand, against the formulas of ggml, and of random blocks against what ggml's own
+//! authors' Python makes of them (`../ggml/make_blocks.py`).
 
 use baton_kernels::{Error, Isa, WeightType, dequantize};
 use half::{bf16, f16};
+
+use crate::assert_same_bits;
 
 fn check(ty: WeightType, bytes: &[u8], expect: impl Fn(usize) -> f32) {
     let mut out = vec![f32::NAN; bytes.len() / ty.block_bytes() * ty.block_elements()];
@@ -146,6 +149,36 @@ fn six_bit_type_has_signed_scales_per_sixteen() {
             0.25 * f32::from(scales[i / 16] as i8) * code as f32
         },
     );
+}
+
+#[test]
+fn random_blocks_of_every_quantised_type_have_the_values_of_the_reference() {
+    for ty in WeightType::ALL.into_iter().filter(|ty| ty.is_quantized()) {
+        let path = format!(
+            "{}/tests/ggml/{}.bin",
+            env!("CARGO_MANIFEST_DIR"),
+            ty.name()
+        );
+        let file = std::fs::read(&path).unwrap_or_else(|error| panic!("{path}: {error}"));
+        let each = ty.block_bytes() + 4 * ty.block_elements();
+        assert_eq!(file.len() % each, 0, "{path}");
+        let count = file.len() / each;
+        assert!(count >= 16, "{path}");
+        let (blocks, values) = file.split_at(count * ty.block_bytes());
+        let expected: Vec<f32> = values
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|bytes| f32::from_le_bytes(*bytes))
+            .collect();
+        assert!(
+            expected.iter().filter(|x| x.is_normal()).count() > expected.len() / 3,
+            "{path}"
+        );
+        let mut actual = vec![0.0; expected.len()];
+        dequantize(ty, blocks, &mut actual).unwrap();
+        assert_same_bits(&actual, &expected, ty.name());
+    }
 }
 
 #[test]

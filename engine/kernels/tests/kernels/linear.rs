@@ -19,7 +19,7 @@ pub(crate) fn random_weights(
     for block in bytes.chunks_exact_mut(ty.block_bytes()) {
         block.fill_with(|| random.bits() as u8);
         let scale = random.float();
-        let halves: &[usize] = match ty {
+        match ty {
             WeightType::F32 => {
                 block.copy_from_slice(&scale.to_le_bytes());
                 continue;
@@ -28,15 +28,32 @@ pub(crate) fn random_weights(
                 block.copy_from_slice(&bf16::from_f32(scale).to_le_bytes());
                 continue;
             }
-            WeightType::F16 | WeightType::Q4_0 | WeightType::Q5_0 | WeightType::Q8_0 => &[0],
-            WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4K | WeightType::Q5K => &[0, 2],
-            WeightType::Q6K => &[208],
-        };
-        for at in halves {
+            // Powers of two from 2^-9 to 2^-2.
+            WeightType::MXFP4 => block[0] = 119 + block[0] % 8,
+            _ => {}
+        }
+        for at in factors(ty) {
             block[*at..at + 2].copy_from_slice(&f16::from_f32(random.float() * 0.1).to_le_bytes());
         }
     }
     bytes
+}
+
+/// Where a block has f16 numbers.
+fn factors(ty: WeightType) -> &'static [usize] {
+    match ty {
+        WeightType::F32 | WeightType::BF16 | WeightType::MXFP4 => &[],
+        WeightType::F16
+        | WeightType::Q4_0
+        | WeightType::Q5_0
+        | WeightType::Q8_0
+        | WeightType::IQ4NL
+        | WeightType::IQ4XS => &[0],
+        WeightType::Q4_1 | WeightType::Q5_1 | WeightType::Q4K | WeightType::Q5K => &[0, 2],
+        WeightType::Q2K => &[80, 82],
+        WeightType::Q3K => &[108],
+        WeightType::Q6K => &[208],
+    }
 }
 
 #[derive(Debug, Clone)]
@@ -187,7 +204,9 @@ fn a_row_alone_has_the_bits_it_has_in_a_batch() {
     for ty in [
         WeightType::Q4_1,
         WeightType::Q8_0,
+        WeightType::Q2K,
         WeightType::Q6K,
+        WeightType::IQ4XS,
         WeightType::F16,
     ] {
         let (rows, cols, tokens) = (1000, 1536, 29);
@@ -228,13 +247,11 @@ fn extreme_codes_do_not_saturate() {
         for fill in [0x00u8, 0x7f, 0x80, 0xff] {
             let (rows, cols) = (17, 256);
             let mut bytes = vec![fill; ty.matrix_bytes(rows, cols).unwrap()];
-            let halves: &[usize] = match ty {
-                WeightType::Q6K => &[208],
-                _ if ty.is_affine() => &[0, 2],
-                _ => &[0],
-            };
             for block in bytes.chunks_exact_mut(ty.block_bytes()) {
-                for at in halves {
+                if ty == WeightType::MXFP4 {
+                    block[0] = 127;
+                }
+                for at in factors(ty) {
                     block[*at..at + 2].copy_from_slice(&f16::ONE.to_le_bytes());
                 }
             }
