@@ -1,7 +1,7 @@
 //! A model: its files read once into a configuration, weights and a tokenizer.
 //!
-//! A model comes from a GGUF file or a Hugging Face folder and is the same thing
-//! afterwards. Its weights are copied into the kernels' layout while loading and
+//! A model comes from a GGUF file, from the shards of one, or from a Hugging Face folder
+//! and is the same thing afterwards. Its weights are copied into the kernels' layout while loading and
 //! the files are let go of, so one [`Model`] behind an `Arc` serves every engine
 //! of a process. The files are untrusted: whatever is wrong with them ends in an
 //! [`Error`] that names the file and the place, never in a panic or in memory
@@ -22,12 +22,16 @@ mod family;
 mod files;
 mod gguf;
 mod safetensors;
+mod shard_name;
 mod tensors;
 mod tokenizer;
+mod unique_keys;
 mod weight_format;
 pub mod weights;
 
-use std::path::Path;
+use std::borrow::Cow;
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use baton_proto::kv_layout::{KvDtype, KvGroup, KvLayout, KvOrigin};
@@ -42,6 +46,7 @@ pub use weight_format::WeightFormat;
 pub use weights::{CpuWeights, LayerWeights, Weights};
 
 use family::Family;
+use shard_name::ShardName;
 use tensors::Tensors;
 
 /// Names the arithmetic of the kernels and of the decoder. Bumped with every change
@@ -63,13 +68,18 @@ const CONFIG_BYTES_MAX: u64 = 16 << 20;
 /// Bytes hashed between two looks at the rest of the file.
 const DIGEST_CHUNK_BYTES: usize = 4 << 20;
 
+/// Says why a tokenizer cannot be used.
+pub type TokenizerCheck = fn(&TokenizerSpec) -> Result<(), String>;
+
 /// How a model is to be loaded.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
     /// Shortens the context the files allow, and with it the RoPE tables.
     pub context_max: Option<u32>,
     /// What the matrices become while they are loaded.
     pub weights: WeightFormat,
+    /// Asked before the weights are read; the engine knows no text itself.
+    pub tokenizer_check: Option<TokenizerCheck>,
 }
 
 /// A loaded model. Immutable; shared by every engine of a process.
@@ -98,8 +108,9 @@ impl std::fmt::Debug for Model {
 }
 
 impl Model {
-    /// Opens a GGUF file or a Hugging Face folder. `progress` hears the bytes of
-    /// weights packed so far and of all, the last call with both equal.
+    /// Opens a GGUF file (any shard of a split one opens all), a Hugging Face folder, or
+    /// a folder that holds one GGUF model and no `config.json`. `progress` hears the bytes
+    /// of weights packed so far and of all, the last call with both equal.
     ///
     /// # Errors
     /// Every kind of [`Error`]; nothing is held afterwards.
@@ -108,9 +119,11 @@ impl Model {
         options: &LoadOptions,
         progress: &mut dyn FnMut(u64, u64),
     ) -> Result<Arc<Self>, Error> {
-        let metadata = std::fs::metadata(path).map_err(|source| Error::io(path, "open", source))?;
-        let mut model = if metadata.is_dir() {
+        let kind = files::kind(path)?.ok_or_else(|| files::missing(path))?;
+        let mut model = if kind.is_dir() && files::is_there(&path.join("config.json")) {
             open_folder(path, options, progress)
+        } else if kind.is_dir() {
+            open_gguf(&gguf_in(path)?, options, progress)
         } else if path
             .extension()
             .is_some_and(|extension| extension == "safetensors")
@@ -165,8 +178,9 @@ impl Model {
         self.config.kv_groups()
     }
 
-    /// BLAKE3 of a GGUF file's bytes; for a folder, of the names, lengths and bytes of
-    /// `config.json` and all weight files.
+    /// BLAKE3 of a GGUF file's bytes; of a split one, of the places, lengths and bytes of
+    /// all shards; for a folder, of the names, lengths and bytes of `config.json` and all
+    /// weight files.
     pub fn digest(&self) -> &[u8; 32] {
         &self.digest
     }
@@ -282,7 +296,7 @@ struct Opened<'a> {
     norm_offset: f32,
     tensors: Tensors<'a>,
     /// Name and bytes of each file the digest covers, in order.
-    digested: Vec<(&'a str, &'a [u8])>,
+    digested: Vec<(Cow<'a, str>, &'a [u8])>,
 }
 
 fn open_gguf(
@@ -290,8 +304,9 @@ fn open_gguf(
     options: &LoadOptions,
     progress: &mut dyn FnMut(u64, u64),
 ) -> Result<Arc<Model>, Error> {
-    let map = files::map(path)?;
-    let mut gguf = gguf::Gguf::parse(path, &map)?;
+    let files = gguf::GgufFiles::open(path)?;
+    let mut gguf = files.parse()?;
+    let path = gguf.path();
     let key = "general.architecture";
     let architecture = gguf
         .string(key)?
@@ -302,6 +317,10 @@ fn open_gguf(
     })?;
     let mut tensors = Tensors::new(path, gguf.take_tensors());
     let config = config::gguf::read(family, &gguf, &mut tensors)?;
+    let vocab_key = format!("{architecture}.vocab_size");
+    if let Some(says) = gguf.unsigned(&vocab_key)? {
+        check_vocab(path, &vocab_key, says, config.vocab)?;
+    }
     let tokenizer = tokenizer::gguf::read(&gguf, config.vocab)?;
     load(
         Opened {
@@ -310,11 +329,39 @@ fn open_gguf(
             names: &family.gguf,
             norm_offset: 0.0,
             tensors,
-            digested: vec![("", &map)],
+            digested: files.digested(),
         },
         options,
         progress,
     )
+}
+
+/// The one GGUF model in a folder without `config.json`, by its first file.
+fn gguf_in(folder: &Path) -> Result<PathBuf, Error> {
+    let failed = |source| Error::io(folder, "list", source);
+    let mut models = BTreeSet::new();
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let Some(stem) = name.to_str().and_then(|name| name.strip_suffix(".gguf")) else {
+            continue;
+        };
+        // All shards of a model are one.
+        let first = ShardName::parse(stem).map_or_else(|| stem.to_owned(), |shard| shard.of(1));
+        models.insert(format!("{first}.gguf"));
+    }
+    let refused = |message: String| Error::NotAModel {
+        path: folder.to_owned(),
+        message,
+    };
+    match (models.pop_first(), models.pop_first()) {
+        (Some(model), None) => Ok(folder.join(model)),
+        (None, _) => Err(refused(
+            "it has no `config.json` and no GGUF file".to_owned(),
+        )),
+        (Some(one), Some(other)) => Err(refused(format!(
+            "it holds more than one GGUF model, `{one}` and `{other}`; give the file"
+        ))),
+    }
 }
 
 fn open_folder(
@@ -342,15 +389,15 @@ fn open_folder(
     let config = config::folder::read(family, &path, &json)?;
     let shards = safetensors::Shards::open(folder)?;
     let tensors = Tensors::new(folder, shards.tensors()?);
+    let embedding = format!("{}.weight", family.hf.embedding);
+    if let Some([rows, _]) = tensors.dims(&embedding) {
+        check_vocab(&path, "vocab_size", config.vocab as u64, *rows)?;
+    }
     let tokenizer = tokenizer::folder::read(folder, &json, config.vocab)?;
-    let mut digested = vec![("config.json", text.as_bytes())];
+    let mut digested = vec![(Cow::Borrowed("config.json"), text.as_bytes())];
     digested.extend(shards.files().map(|(path, bytes)| {
-        (
-            path.file_name()
-                .and_then(|name| name.to_str())
-                .unwrap_or_default(),
-            bytes,
-        )
+        let name = path.file_name().and_then(|name| name.to_str());
+        (Cow::Borrowed(name.unwrap_or_default()), bytes)
     }));
     load(
         Opened {
@@ -364,6 +411,15 @@ fn open_folder(
         options,
         progress,
     )
+}
+
+/// The vocabulary's size is the embedding's, in whatever the files say.
+fn check_vocab(path: &Path, key: &str, says: u64, rows: usize) -> Result<(), Error> {
+    if says == rows as u64 {
+        return Ok(());
+    }
+    let message = format!("{says}, but the embedding has {rows} rows");
+    Err(Error::config(path, key, message))
 }
 
 /// Packs the weights while a second thread hashes the files.
@@ -389,6 +445,10 @@ fn load(
             ));
         }
         config.context_max = config.context_max.min(context_max);
+    }
+    if let Some(check) = options.tokenizer_check {
+        check(&tokenizer)
+            .map_err(|message| Error::config(tensors.origin(), "tokenizer", message))?;
     }
     let parameters = tensors.elements();
     let formats = tensors.formats(options.weights);
@@ -418,7 +478,7 @@ fn load(
 }
 
 /// One file alone is hashed as it is, so that the digest is the file's own.
-fn digest(files: &[(&str, &[u8])]) -> [u8; 32] {
+fn digest(files: &[(Cow<'_, str>, &[u8])]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     for (name, bytes) in files {
         if !name.is_empty() {

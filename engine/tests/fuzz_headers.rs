@@ -21,6 +21,8 @@
 mod allocations;
 #[path = "model_support/damage.rs"]
 mod damage;
+#[path = "model_support/gguf_parts.rs"]
+mod gguf_parts;
 
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -31,6 +33,7 @@ use baton_engine::model::{Error, LoadOptions, Model};
 use baton_proto::kv_layout::KvDtype;
 use bolero::produce;
 use damage::{Damage, Form, Sound, Value, json_values, scaled};
+use gguf_parts::{Parts, shard_name};
 use rustix::process::{Resource, Rlimit, setrlimit};
 use tempfile::TempDir;
 
@@ -161,8 +164,7 @@ impl Walk<'_> {
     }
 }
 
-fn sound_gguf() -> Sound {
-    let bytes = std::fs::read(fixture("rand.gguf")).unwrap();
+fn sound_gguf(bytes: Vec<u8>) -> Sound {
     let mut walk = Walk {
         bytes: &bytes,
         at: 0,
@@ -196,7 +198,7 @@ fn gguf_headers() {
     limit_address_space();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("fuzz.gguf");
-    let sound = sound_gguf();
+    let sound = sound_gguf(std::fs::read(fixture("rand.gguf")).unwrap());
     std::fs::write(&path, &sound.bytes).unwrap();
     open_bounded(&path).unwrap();
     let tally = Tally::default();
@@ -208,6 +210,34 @@ fn gguf_headers() {
             tally.open(&path);
         });
     tally.report("gguf_headers");
+}
+
+/// Damage to the header of one of two shards; the other is sound.
+#[test]
+fn gguf_shards() {
+    limit_address_space();
+    let folder = tempfile::tempdir().unwrap();
+    let path = |number: usize| folder.path().join(shard_name("fuzz", number, 2));
+    let parts = Parts::read(&std::fs::read(fixture("rand.gguf")).unwrap());
+    let shards: Vec<Sound> = parts
+        .split(2)
+        .iter()
+        .map(|shard| sound_gguf(shard.bytes()))
+        .collect();
+    for (index, shard) in shards.iter().enumerate() {
+        std::fs::write(path(index + 1), &shard.bytes).unwrap();
+    }
+    open_bounded(&path(1)).unwrap();
+    let tally = Tally::default();
+    bolero::check!()
+        .with_test_time(TEST_TIME)
+        .with_generator((0..shards.len(), Damage::any()))
+        .for_each(|(which, damage): &(usize, Damage)| {
+            std::fs::write(path(which + 1), shards[*which].damaged(damage)).unwrap();
+            tally.open(&path(2 - which));
+            std::fs::write(path(which + 1), &shards[*which].bytes).unwrap();
+        });
+    tally.report("gguf_shards");
 }
 
 const FOLDER_FILES: [&str; 5] = [
@@ -314,7 +344,7 @@ fn a_number_of_layers_that_no_model_has_takes_no_memory() {
         "{error}"
     );
 
-    let mut bytes = sound_gguf().bytes;
+    let mut bytes = std::fs::read(fixture("rand.gguf")).unwrap();
     let key = b"llama.block_count";
     let at = bytes
         .windows(key.len())

@@ -229,10 +229,96 @@ fn incomplete_shards_are_refused_by_file_and_tensor() {
     shards.refused(&["index.json", "not a plain file name"]);
 }
 
+#[test]
+fn what_a_folder_means_is_not_guessed_at() {
+    let shards = Shards::new(&rand_tensors());
+    let (root, file) = (shards.root.path(), "model.safetensors");
+    let index = root.join("model.safetensors.index.json");
+    let kept = std::fs::read(&index).unwrap();
+    std::fs::remove_file(&index).unwrap();
+    let no_index = &[
+        "model-00001-of-00003.safetensors",
+        "no `model.safetensors.index.json`",
+    ];
+    shards.refused(no_index);
+    std::fs::copy(fixture("rand/model.safetensors"), root.join(file)).unwrap();
+    shards.refused(no_index);
+    std::fs::write(&index, &kept).unwrap();
+    shards.refused(&["both `model.safetensors` and `model.safetensors.index.json`"]);
+    std::fs::remove_file(root.join(file)).unwrap();
+    logits_of(root);
+
+    let stray = root.join("model-00001-of-00002.safetensors");
+    std::fs::copy(shards.shard(1), &stray).unwrap();
+    shards.refused(&[
+        "`model-00001-of-00002.safetensors` is a shard that",
+        "does not name",
+    ]);
+    std::fs::remove_file(&stray).unwrap();
+    // Weights of another kind beside the model are no part of it.
+    std::fs::write(root.join("consolidated.safetensors"), "x").unwrap();
+    logits_of(root);
+}
+
+#[test]
+fn a_key_that_is_there_twice_is_refused_by_file_and_offset() {
+    for file in ["config.json", "tokenizer.json", "tokenizer_config.json"] {
+        let shards = Shards::new(&rand_tensors());
+        let path = shards.root.path().join(file);
+        let text = std::fs::read_to_string(&path).unwrap();
+        std::fs::write(&path, text.replacen('{', "{\"a\": {}, \"a\": 1, ", 1)).unwrap();
+        shards.refused(&[file, "byte offset", "the key `a` is there twice"]);
+    }
+}
+
+#[test]
+fn a_vocabulary_that_contradicts_itself_is_refused_by_field() {
+    let json: serde_json::Value =
+        serde_json::from_str(&std::fs::read_to_string(fixture("rand/tokenizer.json")).unwrap())
+            .unwrap();
+    let refused = |change: &dyn Fn(&mut serde_json::Value), parts: &[&str]| {
+        let shards = Shards::new(&rand_tensors());
+        let mut json = json.clone();
+        change(&mut json);
+        let path = shards.root.path().join("tokenizer.json");
+        std::fs::write(path, json.to_string()).unwrap();
+        shards.refused(&[&["tokenizer.json"], parts].concat());
+    };
+    refused(
+        &|json| json["model"]["vocab"]["new"] = 300.into(),
+        &[
+            "`model.vocab`",
+            "`new` has id 300, the embedding has 300 rows",
+        ],
+    );
+    refused(
+        &|json| json["model"]["vocab"]["new"] = 299.into(),
+        &["`model.vocab`", "id 299 twice"],
+    );
+    refused(
+        &|json| json["added_tokens"][0]["content"] = "<other>".into(),
+        &[
+            "`added_tokens`",
+            "`<other>` has id 0, which is also that of `<|bos|>`",
+        ],
+    );
+    refused(
+        &|json| {
+            let mut again = json["added_tokens"][0].clone();
+            again["id"] = 300.into();
+            json["added_tokens"].as_array_mut().unwrap().push(again);
+        },
+        &["tokens 0 and 300 are both spelled `<|bos|>`"],
+    );
+}
+
 /// RAND in one file whose header is edited as text.
 fn with_header(edit: impl Fn(String) -> String) -> Shards {
     let shards = Shards::new(&rand_tensors());
     std::fs::remove_file(shards.root.path().join("model.safetensors.index.json")).unwrap();
+    for number in 1..=3 {
+        std::fs::remove_file(shards.shard(number)).unwrap();
+    }
     let bytes = std::fs::read(fixture("rand/model.safetensors")).unwrap();
     let length = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
     let header = edit(String::from_utf8(bytes[8..8 + length].to_vec()).unwrap());
@@ -374,8 +460,8 @@ fn a_folder_with_a_contradiction_is_refused_by_tensor() {
         (
             "\"vocab_size\": 300",
             "\"vocab_size\": 301",
-            "lm_head.weight",
-            "has shape",
+            "`vocab_size`: 301",
+            "embedding has 300 rows",
         ),
         (
             "\"hidden_act\": \"silu\"",

@@ -3,6 +3,8 @@
 
 #[path = "model_support/allocations.rs"]
 mod allocations;
+#[path = "model_support/gguf_parts.rs"]
+mod gguf_parts;
 #[path = "model_support/runner.rs"]
 mod runner;
 
@@ -13,6 +15,7 @@ use std::time::{Duration, Instant};
 use allocations::peak_of;
 use baton_engine::model::{Error, LoadOptions, Model};
 use baton_proto::tokenizer_spec::TokenizerModel;
+use gguf_parts::Parts;
 use runner::{fixture, open, real_model};
 
 /// Opens a file that must be refused; the message.
@@ -229,7 +232,7 @@ fn hostile_gguf_headers_are_refused_by_field_and_offset() {
         (
             arch().entry("split.count", 2, &2_u16.to_le_bytes()).bytes(),
             "split.count",
-            "merge",
+            "shard 1 of 2",
         ),
         (
             arch().tensor("a", &[64, 1 << 62], 0, 0).bytes(),
@@ -262,9 +265,9 @@ fn hostile_gguf_headers_are_refused_by_field_and_offset() {
             "77",
         ),
         (
-            arch().tensor("a", &[32], 10, 0).data(64).bytes(),
+            arch().tensor("a", &[32], 16, 0).data(64).bytes(),
             "type of tensor `a`",
-            "Q2_K",
+            "IQ2_XXS",
         ),
         (
             arch().tensor("a", &[16], 0, 8).data(96).bytes(),
@@ -441,6 +444,75 @@ fn gguf_tensors_and_metadata_must_fit_the_architecture() {
         let path = folder.gguf(&patched(&whole, from.as_bytes(), to.as_bytes()));
         let (_, message) = refused(&path);
         assert!(message.contains(expected), "no `{expected}` in: {message}");
+    }
+}
+
+#[test]
+fn a_vocabulary_that_contradicts_the_embedding_or_itself_is_refused_by_key() {
+    let parts = Parts::read(&std::fs::read(fixture("rand.gguf")).unwrap());
+    let mut folder = Folder::new();
+    let mut says = |change: &dyn Fn(&mut Parts)| {
+        let mut parts = parts.clone();
+        change(&mut parts);
+        refused(&folder.gguf(&parts.bytes())).1
+    };
+    const TOKENS: &str = "tokenizer.ggml.tokens";
+    let tokens = parts.strings(TOKENS);
+    let with = |change: &dyn Fn(&mut Vec<String>)| {
+        let mut tokens = tokens.clone();
+        change(&mut tokens);
+        tokens
+    };
+    for (message, place, detail) in [
+        (
+            says(&|parts| drop(parts.set_u32("llama.vocab_size", 301))),
+            "`llama.vocab_size`",
+            "301, but the embedding has 300 rows",
+        ),
+        (
+            says(&|parts| drop(parts.set_strings(TOKENS, &tokens[..299]))),
+            TOKENS,
+            "299 tokens for an embedding of 300 rows",
+        ),
+        (
+            says(&|parts| {
+                let longer = with(&|tokens| tokens.push("new".to_owned()));
+                parts.set_strings(TOKENS, &longer);
+            }),
+            TOKENS,
+            "301 tokens for an embedding of 300 rows",
+        ),
+        (
+            says(&|parts| {
+                let twice = with(&|tokens| tokens[9] = tokens[7].clone());
+                parts.set_strings(TOKENS, &twice);
+            }),
+            TOKENS,
+            "tokens 7 and 9 are both spelled",
+        ),
+        (
+            says(&|parts| {
+                let mut value = 5_u32.to_le_bytes().to_vec();
+                value.extend(299_u64.to_le_bytes());
+                value.extend([0; 4 * 299]);
+                parts.set("tokenizer.ggml.token_type", 9, &value);
+            }),
+            "tokenizer.ggml.token_type",
+            "299 values for 300 tokens",
+        ),
+        (
+            says(&|parts| {
+                let mut value = 6_u32.to_le_bytes().to_vec();
+                value.extend(301_u64.to_le_bytes());
+                value.extend([0; 4 * 301]);
+                parts.set("tokenizer.ggml.scores", 9, &value);
+            }),
+            "tokenizer.ggml.scores",
+            "301 values for 300 tokens",
+        ),
+    ] {
+        assert!(message.contains(place), "no `{place}` in: {message}");
+        assert!(message.contains(detail), "no `{detail}` in: {message}");
     }
 }
 

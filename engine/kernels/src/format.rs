@@ -143,6 +143,15 @@ impl WeightType {
         }
     }
 
+    /// Bits of a weight, its scales aside.
+    pub const fn bits(self) -> usize {
+        if self.is_quantized() {
+            self.code_bits()
+        } else {
+            8 * self.block_bytes()
+        }
+    }
+
     /// Bits of a code.
     pub(crate) const fn code_bits(self) -> usize {
         match self {

@@ -1,4 +1,5 @@
 //! Reads the header of a GGUF file: metadata, tensor infos, and where the data lies.
+//! A model may be split into several such files (`shards`).
 //!
 //! The file is untrusted. Every count and length is compared with the bytes that
 //! are left before anything is allocated for it, so the memory taken is bounded by
@@ -17,11 +18,13 @@
 //! *Source*: ggml `docs/gguf.md`.
 
 mod reader;
+mod shards;
 
 use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 
 use reader::{ENTRY_BYTES_MIN, Element, Reader, TENSOR_BYTES_MIN};
+pub(crate) use shards::GgufFiles;
 
 use super::error::Error;
 use super::tensors::Tensor;
@@ -39,6 +42,18 @@ pub(crate) enum Value<'a> {
     Bool(bool),
     String(&'a str),
     Array(Array<'a>),
+}
+
+impl Value<'_> {
+    /// Whether two files say the same; an array may lie elsewhere.
+    fn same(&self, other: &Value<'_>) -> bool {
+        match (self, other) {
+            (Value::Array(a), Value::Array(b)) => {
+                (a.element, a.count, a.bytes) == (b.element, b.count, b.bytes)
+            }
+            _ => self == other,
+        }
+    }
 }
 
 /// An array of scalars or strings, checked to be whole.
@@ -64,7 +79,7 @@ impl<'a> Gguf<'a> {
     ///
     /// # Errors
     /// [`Error::Malformed`] naming field and offset, [`Error::Unsupported`] for
-    /// a version, weight format or split file this build does not read.
+    /// a version or weight format this build does not read.
     pub(crate) fn parse(path: &'a Path, bytes: &'a [u8]) -> Result<Self, Error> {
         let mut reader = Reader { path, bytes, at: 0 };
         let magic = reader.take(4, "magic")?;
@@ -93,15 +108,6 @@ impl<'a> Gguf<'a> {
             metadata,
             tensors: BTreeMap::new(),
         };
-        if let Some(count) = gguf.unsigned("split.count")?
-            && count > 1
-        {
-            return Err(Error::unsupported(
-                path,
-                "split.count",
-                format!("the model is split over {count} GGUF files; merge them first"),
-            ));
-        }
         gguf.tensors = gguf.read_tensors(&mut reader, tensor_count)?;
         Ok(gguf)
     }

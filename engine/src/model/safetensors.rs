@@ -3,7 +3,9 @@
 //! The files are untrusted. A header is read only when its length fits the file,
 //! and its tensors must cover the data exactly: no hole, no overlap, nothing
 //! behind, each range as long as its shape and type say. With an index, every
-//! tensor must be in the shard the index names, and in no other.
+//! tensor must be in the shard the index names, and in no other. Which files a folder
+//! means is never guessed: shards that no index names are refused, and so is a file
+//! with the whole model beside shards of it.
 //!
 //! ```text
 //! header length u64 | header JSON {name: {dtype, shape, data_offsets}} | data
@@ -24,6 +26,7 @@ use serde::de::{Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::error::Error;
 use super::files;
+use super::shard_name::ShardName;
 use super::tensors::Tensor;
 
 /// The format's own bound.
@@ -47,24 +50,30 @@ impl Shards {
     /// Maps the weight files of `folder`.
     ///
     /// # Errors
-    /// [`Error::NotAModel`] where there are none, [`Error::Io`] for a missing
-    /// shard, [`Error::Config`] for a broken index.
+    /// [`Error::NotAModel`] where there are none or more than one choice,
+    /// [`Error::Io`] for a missing shard, [`Error::Config`] for a broken index.
     pub(crate) fn open(folder: &Path) -> Result<Self, Error> {
         let index_path = folder.join(INDEX);
         let single = folder.join(SINGLE);
-        if !index_path.is_file() {
-            if !single.is_file() {
+        let not_a_model = |message: String| Error::NotAModel {
+            path: folder.to_owned(),
+            message,
+        };
+        let shards = shard_names(folder)?;
+        if !files::is_there(&index_path) {
+            if let Some(shard) = shards.first() {
+                return Err(not_a_model(format!(
+                    "it has `{shard}` but no `{INDEX}`, which says what its shards hold"
+                )));
+            }
+            if !files::is_there(&single) {
                 let other = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
                     .iter()
-                    .find(|name| folder.join(name).is_file());
-                let message = match other {
+                    .find(|name| files::is_there(&folder.join(name)));
+                return Err(not_a_model(match other {
                     Some(name) => format!("`{name}` is a pickle and is not read; use safetensors"),
                     None => format!("it has neither `{SINGLE}` nor `{INDEX}`"),
-                };
-                return Err(Error::NotAModel {
-                    path: folder.to_owned(),
-                    message,
-                });
+                }));
             }
             let map = files::map(&single)?;
             return Ok(Self {
@@ -89,7 +98,6 @@ impl Shards {
                 ),
             ));
         }
-        let mut files = Vec::with_capacity(names.len());
         for name in &names {
             // A file name, so that an index cannot point outside its folder.
             if Path::new(name).file_name().and_then(|n| n.to_str()) != Some(name) {
@@ -99,6 +107,19 @@ impl Shards {
                     format!("`{name}` is not a plain file name"),
                 ));
             }
+        }
+        if files::is_there(&single) && !names.contains(SINGLE) {
+            return Err(not_a_model(format!(
+                "it has both `{SINGLE}` and `{INDEX}`, which names other files; take one away"
+            )));
+        }
+        if let Some(shard) = shards.iter().find(|name| !names.contains(name.as_str())) {
+            return Err(not_a_model(format!(
+                "`{shard}` is a shard that `{INDEX}` does not name"
+            )));
+        }
+        let mut files = Vec::with_capacity(names.len());
+        for name in &names {
             let path = folder.join(name);
             files.push((path.clone(), files::map(&path)?));
         }
@@ -180,6 +201,25 @@ impl Shards {
         }
         Ok(all)
     }
+}
+
+/// The files of a folder that are named like shards, sorted.
+fn shard_names(folder: &Path) -> Result<Vec<String>, Error> {
+    let failed = |source| Error::io(folder, "list", source);
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(failed)? {
+        let name = entry.map_err(failed)?.file_name();
+        let Some(name) = name.to_str() else { continue };
+        let numbered = name
+            .strip_suffix(".safetensors")
+            .and_then(ShardName::parse)
+            .is_some_and(|shard| shard.stem == "model");
+        if numbered {
+            names.push(name.to_owned());
+        }
+    }
+    names.sort_unstable();
+    Ok(names)
 }
 
 #[derive(Deserialize)]

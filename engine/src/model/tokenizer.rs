@@ -7,6 +7,7 @@
 
 pub(crate) mod folder;
 pub(crate) mod gguf;
+mod spellings;
 
 use std::path::Path;
 

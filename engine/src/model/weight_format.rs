@@ -48,7 +48,7 @@ impl WeightFormat {
         match (self, ty) {
             (Self::F32, _) => WeightType::F32,
             (Self::Q8, ty) if !ty.is_quantized() => WeightType::Q8_0,
-            (Self::Q4, WeightType::Q4_0 | WeightType::Q4_1 | WeightType::Q4K) => ty,
+            (Self::Q4, ty) if ty.bits() <= 4 => ty,
             (Self::Q4, _) => WeightType::Q4_1,
             (Self::Keep | Self::Q8, ty) => ty,
         }

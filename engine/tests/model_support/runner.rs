@@ -47,6 +47,7 @@ pub fn open_as(path: &std::path::Path, weights: WeightFormat) -> Arc<Model> {
     let options = LoadOptions {
         context_max: Some(4096),
         weights,
+        ..LoadOptions::default()
     };
     Model::open(path, &options, &mut |_, _| {}).unwrap_or_else(|error| panic!("{error}"))
 }

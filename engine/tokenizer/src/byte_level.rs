@@ -84,10 +84,10 @@ impl ByteLevelEncoder {
         }
         let mut ranks = HashMap::with_capacity(merges.len());
         for (rank, merge) in (0..).zip(merges) {
-            let joined = joined_ids(merge, &ids).ok_or_else(|| Error::InvalidSpec {
-                reason: format!("merge `{merge}` is not two tokens that join to a third"),
+            let (pair, joined) = joined_ids(merge, &ids).map_err(|why| Error::InvalidSpec {
+                reason: format!("merges[{rank}] `{}`: {why}", merge.escape_debug()),
             })?;
-            ranks.entry(joined.0).or_insert((rank, joined.1));
+            ranks.entry(pair).or_insert((rank, joined));
         }
         Ok(Self {
             split,
@@ -157,13 +157,20 @@ impl ByteLevelEncoder {
     }
 }
 
-/// The ids of a merge's two halves and of their join.
-fn joined_ids(merge: &str, ids: &HashMap<&str, TokenId>) -> Option<((TokenId, TokenId), TokenId)> {
+/// The ids of a merge's two halves and of their join, or what is wrong with it.
+fn joined_ids(
+    merge: &str,
+    ids: &HashMap<&str, TokenId>,
+) -> Result<((TokenId, TokenId), TokenId), String> {
     // The first character is never the separator.
-    let (at, _) = merge.char_indices().skip(1).find(|&(_, c)| c == ' ')?;
+    let space = merge.char_indices().skip(1).find(|&(_, c)| c == ' ');
+    let (at, _) = space.ok_or("there is no space between two tokens")?;
     let (left, right) = (&merge[..at], &merge[at + 1..]);
-    let joined = ids.get(format!("{left}{right}").as_str())?;
-    Some(((*ids.get(left)?, *ids.get(right)?), *joined))
+    let id = |text: &str| {
+        let id = ids.get(text).copied();
+        id.ok_or_else(|| format!("`{}` is no token", text.escape_debug()))
+    };
+    Ok(((id(left)?, id(right)?), id(&format!("{left}{right}"))?))
 }
 
 #[cfg(test)]

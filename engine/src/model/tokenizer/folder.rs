@@ -12,7 +12,7 @@ use baton_proto::tokenizer_spec::{
 };
 use serde_json::{Map, Value};
 
-use super::push_end;
+use super::{push_end, spellings};
 use crate::model::error::Error;
 use crate::model::files;
 
@@ -91,8 +91,8 @@ pub(crate) fn read(
     })
 }
 
-/// The vocabulary and the added tokens by id. Ids past the embedding matrix cannot
-/// be fed to the model and are left out.
+/// The vocabulary and the added tokens by id. Added tokens past the embedding matrix,
+/// which some published models have, cannot be fed to the model and are left out.
 fn tokens(
     path: &Path,
     tokenizer: &Map<String, Value>,
@@ -150,6 +150,13 @@ fn tokens(
         }
         _ => return Err(error("model.vocab", "is missing or not a map or list")),
     }
+    if let Some((id, entry)) = entries.range(vocab as u64..).next() {
+        let message = format!(
+            "`{}` has id {id}, the embedding has {vocab} rows",
+            entry.text.escape_debug()
+        );
+        return Err(error("model.vocab", &message));
+    }
     for added in tokenizer
         .get("added_tokens")
         .and_then(Value::as_array)
@@ -170,7 +177,16 @@ fn tokens(
             true => TokenKind::Control,
             false => TokenKind::UserDefined,
         };
-        let score = entries.get(&id).map_or(0.0, |entry| entry.score);
+        let known = entries.get(&id);
+        if let Some(other) = known.filter(|known| known.text != text) {
+            let message = format!(
+                "`{}` has id {id}, which is also that of `{}`",
+                text.escape_debug(),
+                other.text.escape_debug()
+            );
+            return Err(error("added_tokens", &message));
+        }
+        let score = known.map_or(0.0, |entry| entry.score);
         entries.insert(
             id,
             TokenEntry {
@@ -180,6 +196,8 @@ fn tokens(
             },
         );
     }
+    let spelled = entries.iter().map(|(id, entry)| (*id, entry.text.as_str()));
+    spellings::check(path, "model.vocab, added_tokens", spelled)?;
     let size = entries
         .keys()
         .next_back()

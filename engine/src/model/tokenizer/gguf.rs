@@ -5,7 +5,7 @@ use baton_proto::tokenizer_spec::{
     ChatTemplate, TokenEntry, TokenKind, TokenizerModel, TokenizerSpec,
 };
 
-use super::{push_end, token_id};
+use super::{push_end, spellings, token_id};
 use crate::model::error::Error;
 use crate::model::gguf::Gguf;
 
@@ -35,13 +35,14 @@ pub(crate) fn read(gguf: &Gguf<'_>, vocab: usize) -> Result<TokenizerSpec, Error
     let path = gguf.path();
     let missing = |key: &str| Error::config(path, key, "is missing");
     let texts = gguf.strings(TOKENS)?.ok_or_else(|| missing(TOKENS))?;
-    if texts.is_empty() || texts.len() > vocab {
+    if texts.len() != vocab {
         return Err(Error::config(
             path,
             TOKENS,
             format!("{} tokens for an embedding of {vocab} rows", texts.len()),
         ));
     }
+    spellings::check(path, TOKENS, (0..).zip(texts.iter().copied()))?;
     let same_length = |key: &str, values: Option<Vec<f64>>| match values {
         Some(values) if values.len() != texts.len() => Err(Error::config(
             path,
