@@ -113,6 +113,9 @@ fn allowed_cores() -> Vec<usize> {
     }
 }
 
+/// From started roles to a router that would use them all; milliseconds on an idle machine.
+pub const START_PATIENCE: Duration = Duration::from_secs(30);
+
 /// A running cluster.
 pub struct Cluster {
     router: Router,
@@ -127,6 +130,16 @@ impl Cluster {
     /// # Errors
     /// Whatever a role reports, or none of them ready in time.
     pub async fn start(plan: ClusterPlan, model: Arc<Model>) -> anyhow::Result<Self> {
+        let cluster = Self::launch(plan, model).await?;
+        cluster.wait_ready(START_PATIENCE).await?;
+        Ok(cluster)
+    }
+
+    /// Starts every role; the router may not know them all yet.
+    ///
+    /// # Errors
+    /// Whatever a role reports.
+    pub async fn launch(plan: ClusterPlan, model: Arc<Model>) -> anyhow::Result<Self> {
         let membership = Arc::new(InProcess::new());
         let shared: Arc<dyn Membership> = membership.clone();
         let mut decode = Vec::new();
@@ -146,17 +159,19 @@ impl Cluster {
             );
         }
         let router = Router::start(plan.router, shared).context("start router")?;
-        let cluster = Self {
+        Ok(Self {
             router,
             prefill,
             decode,
             membership,
-        };
-        cluster.wait_ready(Duration::from_secs(30)).await?;
-        Ok(cluster)
+        })
     }
 
-    async fn wait_ready(&self, patience: Duration) -> anyhow::Result<()> {
+    /// Waits until the router would use every worker.
+    ///
+    /// # Errors
+    /// It does not, within `patience`; the router's reason.
+    pub async fn wait_ready(&self, patience: Duration) -> anyhow::Result<()> {
         let frontend = self.frontend();
         let (prefill, decode) = (self.prefill.len() as u32, self.decode.len() as u32);
         let started = tokio::time::Instant::now();
@@ -169,7 +184,11 @@ impl Cluster {
                 return Ok(());
             }
             if started.elapsed() > patience {
-                bail!("the router did not see its workers within {patience:?}");
+                let reason = match frontend.readiness() {
+                    Readiness::Ready => "not all of them take work".to_owned(),
+                    Readiness::NotReady(reason) => reason,
+                };
+                bail!("the router did not see its workers within {patience:?}: {reason}");
             }
             tokio::time::sleep(Duration::from_millis(5)).await;
         }

@@ -85,11 +85,25 @@ pub(crate) async fn load_unless(
 ) -> anyhow::Result<Option<ServedModel>> {
     let args = args.clone();
     let loading = tokio::task::spawn_blocking(move || settings::load_model(&args, false));
+    match unless_ended(shutdown, "the model was loaded", loading).await {
+        Some(loaded) => loaded.context("load model")?.map(Some),
+        None => Ok(None),
+    }
+}
+
+/// A phase of starting, or `None` if the process is to end before it is over; `what`
+/// completes "left before". The phase is dropped then, and must have published nothing
+/// that its owner does not withdraw.
+pub(crate) async fn unless_ended<T>(
+    shutdown: &CancellationToken,
+    what: &str,
+    phase: impl Future<Output = T>,
+) -> Option<T> {
     tokio::select! {
-        loaded = loading => loaded.context("load model")?.map(Some),
+        done = phase => Some(done),
         () = shutdown.cancelled() => {
-            tracing::info!("left before the model was loaded");
-            Ok(None)
+            tracing::info!("left before {what}");
+            None
         }
     }
 }

@@ -273,7 +273,8 @@ impl DecodeWorker {
     /// # Errors
     /// A setting that cannot work, a port that is taken, no memory for the pools.
     ///
-    /// *Cancel safety*: none; let it finish.
+    /// *Cancel safety*: dropped before it returns, it has listed nothing, and what it
+    /// started ends with the runtime.
     pub async fn start(
         config: DecodeWorkerConfig,
         model: Arc<Model>,

@@ -42,11 +42,11 @@ use serde_json::{Map, Value};
 
 pub use config::ModelConfig;
 pub use error::Error;
+pub use shard_name::ShardName;
 pub use weight_format::WeightFormat;
 pub use weights::{CpuWeights, LayerWeights, Weights};
 
 use family::Family;
-use shard_name::ShardName;
 use tensors::Tensors;
 
 /// Names the arithmetic of the kernels and of the decoder. Bumped with every change

@@ -465,12 +465,16 @@ fn a_vocabulary_that_contradicts_the_embedding_or_itself_is_refused_by_key() {
     };
     for (message, place, detail) in [
         (
-            says(&|parts| drop(parts.set_u32("llama.vocab_size", 301))),
+            says(&|parts| {
+                parts.set_u32("llama.vocab_size", 301);
+            }),
             "`llama.vocab_size`",
             "301, but the embedding has 300 rows",
         ),
         (
-            says(&|parts| drop(parts.set_strings(TOKENS, &tokens[..299]))),
+            says(&|parts| {
+                parts.set_strings(TOKENS, &tokens[..299]);
+            }),
             TOKENS,
             "299 tokens for an embedding of 300 rows",
         ),

@@ -208,7 +208,7 @@ fn progress_rises_to_the_end_while_weights_are_converted() {
         let mut calls = Vec::new();
         let options = LoadOptions {
             weights,
-            ..LoadOptions::default()
+            ..LoadOptions::default()..LoadOptions::default()
         };
         Model::open(&fixture("rand.gguf"), &options, &mut |done, total| {
             calls.push((done, total));

@@ -213,6 +213,8 @@ label! {
         Ready = ["ready"],
         Draining = ["draining"],
         Lost = ["lost"],
+        /// What it serves cannot be used.
+        Refused = ["refused"],
     }
 }
 

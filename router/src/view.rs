@@ -42,9 +42,9 @@ pub struct WorkerView {
     pub epoch: String,
     /// `prefill`, `decode` or `mixed`.
     pub role: String,
-    /// `starting`, `ready`, `draining` or `lost`.
+    /// `starting`, `ready`, `draining`, `lost` or `refused`.
     pub state: String,
-    /// Why it is out of rotation, as far as its connection says.
+    /// Why it is out of rotation: what its connection says, or why it is refused.
     pub reason: String,
     pub model: String,
     /// host:port of its services.
@@ -118,6 +118,7 @@ fn view(worker: &Worker) -> WorkerView {
         role: worker.role.name().to_owned(),
         state: worker.state().pairs()[0].1.to_owned(),
         reason: match live.link {
+            _ if worker.refused().is_some() => worker.refused().unwrap_or_default().to_owned(),
             Link::Up | Link::New => String::new(),
             Link::Broken | Link::Silent | Link::Lost => live.reason.clone(),
         },

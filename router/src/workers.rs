@@ -13,7 +13,7 @@ mod models;
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 use std::time::Duration;
 
 use baton_membership::{Role, WorkerRecord, WorkerState};
@@ -71,6 +71,8 @@ pub struct Worker {
     listed_ready: AtomicBool,
     listed_draining: AtomicBool,
     live: watch::Sender<Live>,
+    /// Why this life of it is never given work.
+    refused: OnceLock<String>,
     /// Notified when it falls silent or is lost. Every running request waits for that, and
     /// shall not be woken by each word of the worker's load.
     doubted: Notify,
@@ -99,6 +101,7 @@ impl Worker {
             listed_ready: AtomicBool::new(false),
             listed_draining: AtomicBool::new(false),
             live: watch::Sender::new(live),
+            refused: OnceLock::new(),
             doubted: Notify::new(),
             placed_requests: AtomicU32::new(0),
             placed_tokens: AtomicU32::new(0),
@@ -115,8 +118,25 @@ impl Worker {
             .store(state == WorkerState::Draining, Ordering::Relaxed);
     }
 
+    /// Gives it no work for as long as it lives, because of what it serves. Says so in the
+    /// log, once.
+    fn refuse(&self, reason: String) {
+        if self.refused.set(reason).is_ok() {
+            tracing::error!(worker = %self.key.id, address = self.control, model = self.card.name,
+                reason = self.refused().unwrap_or_default(), "worker refused");
+        }
+    }
+
+    /// Why it is refused, if it is.
+    pub fn refused(&self) -> Option<&str> {
+        self.refused.get().map(String::as_str)
+    }
+
     /// Whether it may be given new work.
     pub fn is_ready(&self) -> bool {
+        if self.refused().is_some() {
+            return false;
+        }
         let live = self.live.borrow();
         self.listed_ready.load(Ordering::Relaxed) && live.link == Link::Up && live.ready
     }
@@ -127,6 +147,7 @@ impl Worker {
             return MemberState::Ready;
         }
         match self.live.borrow().link {
+            _ if self.refused().is_some() => MemberState::Refused,
             Link::Lost | Link::Broken | Link::Silent => MemberState::Lost,
             _ if self.listed_draining.load(Ordering::Relaxed) => MemberState::Draining,
             Link::Up if self.listed_ready.load(Ordering::Relaxed) => MemberState::Draining,
@@ -363,6 +384,12 @@ impl Workers {
                     .is_some()
         }) {
             Readiness::Ready
+        } else if let Some((worker, reason)) = current
+            .values()
+            .find_map(|worker| Some((worker, worker.refused()?)))
+        {
+            let id = &worker.key.id;
+            Readiness::not_ready(format!("worker `{id}` is refused: {reason}"))
         } else {
             Readiness::not_ready("no decode worker")
         }

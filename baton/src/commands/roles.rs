@@ -8,7 +8,7 @@ use baton_prefill_worker::PrefillWorker;
 use baton_router::Router;
 
 use super::up::bind;
-use super::{load_unless, print, run_role, shutdown_signal};
+use super::{load_unless, print, run_role, shutdown_signal, unless_ended};
 use crate::cli::{DecodeRoleArgs, PrefillRoleArgs, RouterRoleArgs, TlsArgs};
 use crate::cluster::{Doors, serve_doors};
 use crate::settings;
@@ -55,7 +55,12 @@ pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
         };
         let config = settings::prefill_config(&args, &served.name)?;
         let id = config.worker_id.clone();
-        let worker = PrefillWorker::start(config, served.model, Arc::clone(&membership)).await?;
+        let starting = PrefillWorker::start(config, served.model, Arc::clone(&membership));
+        let Some(worker) = unless_ended(&shutdown, "the worker started", starting).await else {
+            membership.close().await;
+            return Ok(());
+        };
+        let worker = worker?;
         let admin = admin_url(worker.admin_address(), &args.tls);
         announce("prefill", id.as_str(), worker.control_address(), admin);
         let result = worker.run(shutdown).await;
@@ -77,7 +82,12 @@ pub fn decode(args: DecodeRoleArgs) -> anyhow::Result<()> {
         };
         let config = settings::decode_config(&args, &served.name)?;
         let id = config.worker_id.clone();
-        let worker = DecodeWorker::start(config, served.model, Arc::clone(&membership)).await?;
+        let starting = DecodeWorker::start(config, served.model, Arc::clone(&membership));
+        let Some(worker) = unless_ended(&shutdown, "the worker started", starting).await else {
+            membership.close().await;
+            return Ok(());
+        };
+        let worker = worker?;
         let admin = admin_url(worker.admin_address(), &args.tls);
         announce("decode", id.as_str(), worker.control_address(), admin);
         let result = worker.run(shutdown).await;

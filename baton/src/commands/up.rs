@@ -6,9 +6,9 @@ use std::sync::Arc;
 use anyhow::Context as _;
 use tokio::net::TcpListener;
 
-use super::{load_unless, print, run_role, shutdown_signal};
+use super::{load_unless, print, run_role, shutdown_signal, unless_ended};
 use crate::cli::{UpArgs, WorkerTlsArgs};
-use crate::cluster::{Cluster, ClusterPlan, Doors};
+use crate::cluster::{Cluster, ClusterPlan, Doors, START_PATIENCE};
 use crate::settings::router_config;
 
 /// Runs until SIGTERM or Ctrl-C.
@@ -29,9 +29,16 @@ pub fn run(args: UpArgs) -> anyhow::Result<()> {
         let plan =
             ClusterPlan::from_flags(router, &args.engine, &args.pools, args.slo, &served.name);
         let has_chat = !served.model.tokenizer_spec().chat_templates.is_empty();
-        let cluster = Cluster::start(plan, Arc::clone(&served.model)).await?;
-
-        welcome(http_at, grpc_at, &served.name, has_chat, &args);
+        let launching = Cluster::launch(plan, Arc::clone(&served.model));
+        let Some(cluster) = unless_ended(&shutdown, "the cluster started", launching).await else {
+            return Ok(());
+        };
+        let cluster = cluster?;
+        let ready = cluster.wait_ready(START_PATIENCE);
+        if let Some(ready) = unless_ended(&shutdown, "the cluster was ready", ready).await {
+            ready?;
+            welcome(http_at, grpc_at, &served.name, has_chat, &args);
+        }
         cluster.run(Some(Doors { http, grpc }), shutdown).await
     })
 }

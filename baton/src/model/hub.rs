@@ -1,4 +1,5 @@
-//! `hf:owner/repo[:file]`: a GGUF file or a whole safetensors folder from the hub.
+//! `hf:owner/repo[:file]`: a GGUF file or a whole safetensors folder from the hub. With
+//! one shard of a split GGUF file come all of them.
 //!
 //! The hf-hub crate does the transfer, its cache and its resume; `HF_ENDPOINT`,
 //! `HF_HOME` and the user's token apply as everywhere else.
@@ -6,6 +7,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use baton_engine::model::ShardName;
 use hf_hub::Cache;
 use hf_hub::api::sync::{ApiBuilder, ApiRepo};
 
@@ -48,7 +50,7 @@ pub fn fetch(repository: &str, cache: &Path, quiet: bool) -> anyhow::Result<Loca
         .context("set up the hub client")?;
     let repo = api.model(format!("{owner}/{name}"));
     let path = match file {
-        Some(file) => get(&repo, file)?,
+        Some(file) => fetch_files(&repo, file)?,
         None => fetch_folder(&repo)?,
     };
     Ok(Located {
@@ -69,6 +71,27 @@ fn settings_of_the_user(cache: &Path) -> ApiBuilder {
     match variable("HF_ENDPOINT").and_then(|url| url.into_string().ok()) {
         Some(url) => builder.with_endpoint(url),
         None => builder,
+    }
+}
+
+/// The path of the first of the files that `file` stands for.
+fn fetch_files(repo: &ApiRepo, file: &str) -> anyhow::Result<PathBuf> {
+    let mut first = None;
+    for name in shards_of(file) {
+        let path = get(repo, &name)?;
+        first.get_or_insert(path);
+    }
+    first.context("the file has no name")
+}
+
+/// All shards of the model that `file` is a shard of, or the file alone.
+fn shards_of(file: &str) -> Vec<String> {
+    let shard = file.strip_suffix(".gguf").and_then(ShardName::parse);
+    match shard {
+        Some(shard) => (1..=shard.count)
+            .map(|number| format!("{}.gguf", shard.of(number)))
+            .collect(),
+        None => vec![file.to_owned()],
     }
 }
 
@@ -104,6 +127,21 @@ fn get(repo: &ApiRepo, file: &str) -> anyhow::Result<PathBuf> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_shard_stands_for_all_of_them_in_its_folder() {
+        assert_eq!(
+            shards_of("q4/m-00002-of-00003.gguf"),
+            [
+                "q4/m-00001-of-00003.gguf",
+                "q4/m-00002-of-00003.gguf",
+                "q4/m-00003-of-00003.gguf"
+            ]
+        );
+        for alone in ["m.gguf", "m-00004-of-00003.gguf", "m-00001-of-00002.bin"] {
+            assert_eq!(shards_of(alone), [alone]);
+        }
+    }
 
     #[test]
     fn a_malformed_repository_is_refused_before_anything_is_asked() {

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, bail};
+use baton_engine::model::ShardName;
 
 use super::{catalogue, fetch, hub};
 use crate::config::variable;
@@ -10,7 +11,7 @@ use crate::config::variable;
 /// A model on this machine.
 #[derive(Clone, Debug)]
 pub struct Located {
-    /// A GGUF file or a Hugging Face folder.
+    /// A GGUF file, a shard of one, or a folder.
     pub path: PathBuf,
     /// The name clients ask for unless another one is given.
     pub name: String,
@@ -53,6 +54,14 @@ pub fn locate(spec: &str, cache_dir: Option<&Path>, quiet: bool) -> anyhow::Resu
         });
     }
     let path = PathBuf::from(spec);
+    if let Ok(target) = std::fs::read_link(&path)
+        && !path.exists()
+    {
+        bail!(
+            "`--model {spec}`: it is a link to `{}`, where nothing is",
+            target.display()
+        );
+    }
     if !path.exists() {
         let names: Vec<&str> = catalogue::CATALOGUE
             .iter()
@@ -65,8 +74,11 @@ pub fn locate(spec: &str, cache_dir: Option<&Path>, quiet: bool) -> anyhow::Resu
     }
     let path = std::fs::canonicalize(&path).with_context(|| format!("read `{spec}`"))?;
     let stem = path.file_stem().and_then(|stem| stem.to_str());
+    let stem = stem.unwrap_or("model");
+    // All shards are one model, whichever was given.
+    let name = ShardName::parse(stem).map_or(stem, |shard| shard.stem);
     Ok(Located {
-        name: stem.unwrap_or("model").to_owned(),
+        name: name.to_owned(),
         path,
     })
 }
@@ -85,11 +97,22 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_named_by_its_stem() {
+    fn a_file_is_named_by_its_stem_and_a_shard_by_its_model() {
+        let folder = tempfile::tempdir().unwrap();
+        for file in ["tiny.gguf", "tiny-00002-of-00003.gguf"] {
+            let path = folder.path().join(file);
+            std::fs::write(&path, b"x").unwrap();
+            let located = locate(path.to_str().unwrap(), Some(folder.path()), true).unwrap();
+            assert_eq!(located.name, "tiny");
+        }
+    }
+
+    #[test]
+    fn a_link_to_nothing_is_refused_as_one() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tiny.gguf");
-        std::fs::write(&path, b"x").unwrap();
-        let located = locate(path.to_str().unwrap(), Some(folder.path()), true).unwrap();
-        assert_eq!(located.name, "tiny");
+        std::os::unix::fs::symlink("nowhere", &path).unwrap();
+        let error = locate(path.to_str().unwrap(), Some(folder.path()), true).unwrap_err();
+        assert!(error.to_string().contains("a link to `nowhere`"), "{error}");
     }
 }

@@ -1,9 +1,14 @@
 //! Loads a model that is on this machine, with a progress bar for whoever watches.
+//!
+//! Its tokenizer is built as a router will build it, so that a model whose tokenizer
+//! cannot be used is refused here and never joins a cluster.
 
 use std::sync::Arc;
 
 use anyhow::Context as _;
 use baton_engine::model::{LoadOptions, Model, WeightFormat};
+use baton_proto::tokenizer_spec::TokenizerSpec;
+use baton_tokenizer::Tokenizer;
 
 use super::fetch::bytes_bar;
 use super::locate::Located;
@@ -20,6 +25,7 @@ pub fn open(located: &Located, weights: WeightFormat, quiet: bool) -> anyhow::Re
     let bar = bytes_bar(0, &message, quiet);
     let options = LoadOptions {
         weights,
+        tokenizer_check: Some(check_tokenizer),
         ..LoadOptions::default()
     };
     let opened = Model::open(&located.path, &options, &mut |done, total| {
@@ -28,4 +34,10 @@ pub fn open(located: &Located, weights: WeightFormat, quiet: bool) -> anyhow::Re
     });
     bar.finish_and_clear();
     opened.with_context(|| format!("cannot load model `{}`", located.path.display()))
+}
+
+fn check_tokenizer(spec: &TokenizerSpec) -> Result<(), String> {
+    Tokenizer::from_spec(spec)
+        .map(drop)
+        .map_err(|error| error.to_string())
 }

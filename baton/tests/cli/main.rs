@@ -4,6 +4,7 @@
 //!
 //! What the cluster computes is not looked at here.
 
+mod broken_models;
 mod machine;
 mod starved;
 mod top;

@@ -24,7 +24,8 @@
 //!   3-bit codes:  the same with bits 0 and 1, then one line whose bit j is bit 2 of line j
 //! ```
 //!
-//! So a matrix takes the bits it has in the file (but for padding), which is what bounds decoding. `pack` fills tiles.
+//! So a matrix takes the bits it has in the file (but for padding, and up to 4 % where scale codes of 6 bits or a scale of
+//! 8 take whole bytes), which is what bounds decoding. `pack` fills tiles.
 //! This file does not multiply anything but a scale with its factor.
 
 mod pack;

@@ -121,11 +121,11 @@ pub(crate) fn map(path: &Path) -> Result<Mmap, Error> {
     Ok(map)
 }
 
-/// When a model was written, in Unix seconds: its file, or of a folder its `config.json`. 0 if
-/// the file system does not know.
+/// When a model was written, in Unix seconds: its file, or of a folder its `config.json` where
+/// it has one. 0 if the file system does not know.
 pub(crate) fn created(path: &Path) -> i64 {
     let folder = path.join("config.json");
-    let file = if path.is_dir() { &folder } else { path };
+    let file = if folder.is_file() { &folder } else { path };
     let written = file.metadata().and_then(|metadata| metadata.modified());
     let since = written
         .ok()

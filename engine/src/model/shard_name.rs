@@ -2,7 +2,7 @@
 
 /// A file's name without its ending.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct ShardName<'a> {
+pub struct ShardName<'a> {
     pub stem: &'a str,
     /// From 1 on, at most `count`.
     pub number: u32,
@@ -11,7 +11,7 @@ pub(crate) struct ShardName<'a> {
 
 impl<'a> ShardName<'a> {
     /// `None` for the name of a file that is not a shard.
-    pub(crate) fn parse(name: &'a str) -> Option<Self> {
+    pub fn parse(name: &'a str) -> Option<Self> {
         let (rest, count) = name.rsplit_once("-of-")?;
         let (stem, number) = rest.rsplit_once('-')?;
         let (number, count) = (digits(number)?, digits(count)?);
@@ -23,7 +23,7 @@ impl<'a> ShardName<'a> {
     }
 
     /// The name of another shard of the same model.
-    pub(crate) fn of(self, number: u32) -> String {
+    pub fn of(self, number: u32) -> String {
         format!("{}-{number:05}-of-{:05}", self.stem, self.count)
     }
 }

@@ -34,9 +34,10 @@ impl Drop for Tally {
 fn outcome(error: &Error) -> Outcome {
     match (error.kind, error.reason.as_str()) {
         (ErrorKind::TooLarge, _) => Outcome::TooLarge,
-        (ErrorKind::Unavailable, "NO_DECODE_WORKER" | "NO_WORKERS" | "MODEL_STARTING") => {
-            Outcome::NoDecode
-        }
+        (
+            ErrorKind::Unavailable,
+            "NO_DECODE_WORKER" | "NO_WORKERS" | "MODEL_STARTING" | "MODEL_REFUSED",
+        ) => Outcome::NoDecode,
         (ErrorKind::Unavailable, "NO_PREFILL_WORKER") => Outcome::NoPrefill,
         (ErrorKind::Unavailable, "DRAINING") => Outcome::Draining,
         (ErrorKind::Unavailable, "HANDOFF_TIMEOUT" | "LAYOUT_MISMATCH") => Outcome::KvTransfer,

@@ -28,6 +28,14 @@ pub trait Connect: Send + Sync {
     fn connect(&self, address: &str) -> Result<Channel, Error>;
 }
 
+/// Leads nowhere: for a worker whose address is none.
+pub(super) fn nowhere(reason: String) -> Channel {
+    BoxCloneSyncService::new(tower::service_fn(move |_| {
+        let reason: tower::BoxError = reason.clone().into();
+        std::future::ready(Err(Broken(reason)))
+    }))
+}
+
 /// HTTP/2 connections with these TLS settings.
 pub struct Over(pub TlsSettings);
 

@@ -27,6 +27,7 @@ use tokio_util::sync::CancellationToken;
 use tonic::Streaming;
 
 use super::acknowledging::Acknowledging;
+use super::connect::nowhere;
 use super::{Connect, Link, Worker, Workers, cut_lanes};
 use crate::placement::WorkerKey;
 
@@ -148,8 +149,10 @@ impl Follower {
                     next.insert(key, worker);
                 }
                 Err(error) => {
-                    tracing::error!(worker = %record.id, address = record.control, %error,
-                        "skip a worker that cannot be addressed");
+                    let reason = format!("its address cannot be used: {error}");
+                    let worker = Worker::new(record, nowhere(reason.clone()));
+                    worker.refuse(reason);
+                    next.insert(key, Arc::new(worker));
                 }
             }
         }
@@ -362,10 +365,19 @@ async fn open_watch(worker: &Worker) -> Result<Streaming<v1::WatchEvent>, Error>
         .map_err(|status| from_status(&status))
 }
 
+/// What came of asking a worker for its tokenizer.
+enum Fetched {
+    Usable(Box<Tokenizer>),
+    /// It will be no other one for as long as this worker lives.
+    Unusable(Error),
+    Failed(Error),
+}
+
 async fn fetch_tokenizer(worker: &Worker, workers: &Workers) {
     let hash = &worker.card.tokenizer_hash;
     let mut live: watch::Receiver<super::Live> = worker.live.subscribe();
     let mut pause = PAUSE_FIRST;
+    let mut said = String::new();
     loop {
         if live.wait_for(|live| live.link == Link::Up).await.is_err() {
             return;
@@ -378,21 +390,30 @@ async fn fetch_tokenizer(worker: &Worker, workers: &Workers) {
         let loaded = tokio::time::timeout(TOKENIZER_TIMEOUT, load_tokenizer(worker)).await;
         let loaded = loaded.unwrap_or_else(|_| {
             let message = format!("took longer than {} ms", TOKENIZER_TIMEOUT.as_millis());
-            Err(Error::new(ErrorKind::Unavailable, message))
+            Fetched::Failed(Error::new(ErrorKind::Unavailable, message))
         });
         match loaded {
-            Ok(tokenizer) => {
+            Fetched::Usable(tokenizer) => {
                 if let Some(error) = tokenizer.chat_template_error() {
                     tracing::warn!(model = worker.card.name, %error, "chat is not available");
                 }
-                workers.keep_tokenizer(hash, Arc::new(tokenizer));
+                workers.keep_tokenizer(hash, Arc::new(*tokenizer));
                 drop(fetching);
                 tracing::info!(model = worker.card.name, hash, "tokenizer loaded");
                 return;
             }
-            Err(error) => {
-                tracing::error!(worker = %worker.key.id, model = worker.card.name, %error,
-                    "load tokenizer");
+            Fetched::Unusable(error) => {
+                worker.refuse(format!("its tokenizer cannot be used: {error}"));
+                return;
+            }
+            Fetched::Failed(error) => {
+                // It is tried again and again; the same trouble is news once.
+                let error = error.to_string();
+                if said != error {
+                    tracing::error!(worker = %worker.key.id, model = worker.card.name, error,
+                        "load tokenizer");
+                }
+                said = error;
                 drop(fetching);
                 tokio::time::sleep(pause).await;
                 pause = (pause * 2).min(PAUSE_LAST);
@@ -401,7 +422,25 @@ async fn fetch_tokenizer(worker: &Worker, workers: &Workers) {
     }
 }
 
-async fn load_tokenizer(worker: &Worker) -> Result<Tokenizer, Error> {
+async fn load_tokenizer(worker: &Worker) -> Fetched {
+    let json = match fetch_specification(worker).await {
+        Ok(json) if json.len() <= TOKENIZER_BYTES_MAX => json,
+        Ok(_) => {
+            let message = format!("tokenizer is larger than {TOKENIZER_BYTES_MAX} bytes");
+            return Fetched::Unusable(Error::new(ErrorKind::TooLarge, message));
+        }
+        Err(error) => return Fetched::Failed(error),
+    };
+    let wanted = worker.card.tokenizer_hash.clone();
+    match environment::off_runtime(move || build_tokenizer(&json, &wanted)).await {
+        Ok(Ok(tokenizer)) => Fetched::Usable(Box::new(tokenizer)),
+        Ok(Err(error)) => Fetched::Unusable(error),
+        Err(error) => Fetched::Failed(Error::new(ErrorKind::Internal, error.to_string())),
+    }
+}
+
+/// The JSON of the worker's tokenizer; cut off soon after [`TOKENIZER_BYTES_MAX`].
+async fn fetch_specification(worker: &Worker) -> Result<Vec<u8>, Error> {
     let channel = worker.channel.clone();
     let request = v1::TokenizerSpecRequest {};
     let response = if worker.role.prefills() {
@@ -424,16 +463,12 @@ async fn load_tokenizer(worker: &Worker) -> Result<Tokenizer, Error> {
         .await
         .map_err(|status| from_status(&status))?
     {
-        if json.len() + chunk.data.len() > TOKENIZER_BYTES_MAX {
-            let message = format!("tokenizer is larger than {TOKENIZER_BYTES_MAX} bytes");
-            return Err(Error::new(ErrorKind::TooLarge, message));
-        }
         json.extend_from_slice(&chunk.data);
+        if json.len() > TOKENIZER_BYTES_MAX {
+            break;
+        }
     }
-    let wanted = worker.card.tokenizer_hash.clone();
-    environment::off_runtime(move || build_tokenizer(&json, &wanted))
-        .await
-        .map_err(|error| Error::new(ErrorKind::Internal, error.to_string()))?
+    Ok(json)
 }
 
 fn build_tokenizer(json: &[u8], wanted: &str) -> Result<Tokenizer, Error> {

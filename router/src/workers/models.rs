@@ -81,7 +81,14 @@ impl Workers {
                 .with_reason("MODEL_NOT_FOUND"));
         };
         let Some(tokenizer) = self.tokenizer_by_hash(&chosen.card.tokenizer_hash) else {
-            let message = format!("model `{}` is starting", chosen.card.name);
+            let name = &chosen.card.name;
+            if let Some(reason) = self.refusal(&chosen.card.revision) {
+                let message = format!("model `{name}` cannot be served: {reason}");
+                return Err(
+                    Error::new(ErrorKind::Unavailable, message).with_reason("MODEL_REFUSED")
+                );
+            }
+            let message = format!("model `{name}` is starting");
             return Err(unavailable(&message, "MODEL_STARTING"));
         };
         Ok(ServedModel {
@@ -89,6 +96,13 @@ impl Workers {
             tokenizer,
             context_max: chosen.context_max,
         })
+    }
+
+    /// Why every worker of a revision is refused, if all are.
+    fn refusal(&self, revision: &ModelRevision) -> Option<String> {
+        let workers = self.of_revision(revision);
+        let reasons: Option<Vec<&str>> = workers.iter().map(|worker| worker.refused()).collect();
+        reasons?.first().map(|&reason| reason.to_owned())
     }
 
     /// The models that can be served now.

@@ -4,6 +4,7 @@ mod bodies;
 mod cluster;
 mod faults;
 mod front_door;
+mod refusals;
 mod requests;
 mod resume;
 mod targets;

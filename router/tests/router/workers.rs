@@ -77,6 +77,8 @@ pub struct Script {
     /// Calls whose router went away or cancelled before their end.
     pub cancelled: AtomicU32,
     pub running: AtomicI64,
+    /// How often its tokenizer was asked for.
+    pub tokenizer_asked: AtomicU32,
     /// What it says of its load, beside what runs.
     pub load: Mutex<v1::Load>,
     live: Mutex<LiveRequests>,
@@ -108,6 +110,11 @@ pub struct Worker {
 
 /// A vocabulary of bytes, an end token, and a chat template.
 pub fn tokenizer_json() -> Vec<u8> {
+    tokenizer_json_with(|_| {})
+}
+
+/// The same, changed.
+pub fn tokenizer_json_with(change: impl FnOnce(&mut TokenizerSpec)) -> Vec<u8> {
     let mut tokens: Vec<TokenEntry> = (0..=255_u8)
         .map(|byte| TokenEntry {
             text: format!("<0x{byte:02X}>"),
@@ -120,7 +127,7 @@ pub fn tokenizer_json() -> Vec<u8> {
         score: 0.0,
         kind: TokenKind::Control,
     });
-    let spec = TokenizerSpec {
+    let mut spec = TokenizerSpec {
         model: TokenizerModel::SentencePiece {
             add_space_prefix: false,
         },
@@ -136,6 +143,7 @@ pub fn tokenizer_json() -> Vec<u8> {
             source: "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}".into(),
         }],
     };
+    change(&mut spec);
     serde_json::to_vec(&spec).unwrap()
 }
 
@@ -172,6 +180,18 @@ pub fn card(model: &str) -> ModelCard {
 impl Worker {
     /// Starts a worker on `address` (port 0: any) and waits until it listens.
     pub fn start(id: &str, role: Role, model: &str, lane: &DataLane, address: SocketAddr) -> Self {
+        Self::start_with(id, role, model, lane, address, tokenizer_json())
+    }
+
+    /// The same with another tokenizer, which its card names.
+    pub fn start_with(
+        id: &str,
+        role: Role,
+        model: &str,
+        lane: &DataLane,
+        address: SocketAddr,
+        tokenizer: Vec<u8>,
+    ) -> Self {
         let runtime = tokio::runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .enable_all()
@@ -189,7 +209,10 @@ impl Worker {
             control: address.to_string(),
             data: address.to_string(),
             protocol: protocol::CURRENT,
-            card: card(model),
+            card: ModelCard {
+                tokenizer_hash: blake3::hash(&tokenizer).to_hex().to_string(),
+                ..card(model)
+            },
             capacity: Capacity::default(),
             topology: String::new(),
         };
@@ -201,6 +224,7 @@ impl Worker {
             cancelled_choices: Mutex::default(),
             cancelled: AtomicU32::new(0),
             running: AtomicI64::new(0),
+            tokenizer_asked: AtomicU32::new(0),
             load: Mutex::default(),
             live: Mutex::default(),
             lane: lane.clone(),
@@ -213,7 +237,7 @@ impl Worker {
             role: role.name(),
             card: Arc::new(record.card.clone()),
             data_address: record.data.clone(),
-            tokenizer_json: tokenizer_json().into(),
+            tokenizer_json: tokenizer.into(),
             state: state_rx,
             load: Arc::new(move || v1::Load {
                 requests_running: running.running.load(Ordering::Relaxed).max(0) as u32,
@@ -661,6 +685,7 @@ impl DecodeWorker for Service {
         &self,
         _: Request<v1::TokenizerSpecRequest>,
     ) -> Result<Response<Self::TokenizerSpecStream>, Status> {
+        self.script.tokenizer_asked.fetch_add(1, Ordering::Relaxed);
         Ok(Response::new(self.info.tokenizer_stream()))
     }
 

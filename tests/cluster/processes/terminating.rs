@@ -11,10 +11,7 @@
 
 mod hangup;
 
-use std::fs::OpenOptions;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
@@ -500,55 +497,72 @@ async fn a_cluster_in_one_process_lets_its_streams_end() {
     ends(&mut up.process).await;
 }
 
-/// The model cannot be read to its end: nobody waits for it.
+/// The model never comes: nobody waits for it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_process_that_loads_its_model_ends_at_once() {
+async fn a_process_that_waits_for_its_model_ends_at_once() {
     let launcher = Launcher::start().await;
     let view = launcher.etcd.follow();
-    let model = launcher.folder().join("stuck");
-    std::fs::create_dir(&model).unwrap();
-    for file in std::fs::read_dir(fixture_path("rand")).unwrap() {
-        let file = file.unwrap();
-        std::fs::copy(file.path(), model.join(file.file_name())).unwrap();
-    }
-    let stuck = model.join("tokenizer.json");
-    std::fs::remove_file(&stuck).unwrap();
-    let made = Command::new("mkfifo").arg(&stuck).status().unwrap();
-    assert!(made.success());
-    let model = format!("--model={}", model.display());
+    let hub = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let endpoint = format!("HF_ENDPOINT=http://{}", hub.local_addr().unwrap());
+    let cache = format!("--cache-dir={}", launcher.folder().display());
+    let model = "--model=hf:owner/model";
     let etcd = format!("--etcd={}", launcher.etcd.url());
     let roles: [&[&str]; 3] = [
-        &["prefill", &etcd, &model],
-        &["decode", &etcd, &model],
-        &["up", &model, "--http=127.0.0.1:0", "--grpc=127.0.0.1:0"],
+        &["prefill", &etcd, model, &cache],
+        &["decode", &etcd, model, &cache],
+        &[
+            "up",
+            model,
+            &cache,
+            "--http=127.0.0.1:0",
+            "--grpc=127.0.0.1:0",
+        ],
     ];
     for args in roles {
-        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
-        let mut process = Process::start(&args[0], &baton_binary(), &args, launcher.folder());
-        let writer = wait_for_reader(&stuck).await;
+        let binary = baton_binary();
+        let mut line = vec![endpoint.clone(), binary.to_str().unwrap().to_owned()];
+        line.extend(args.iter().map(|arg| (*arg).to_owned()));
+        // `env` becomes the program it is given.
+        let mut process =
+            Process::start(args[0], Path::new("/usr/bin/env"), &line, launcher.folder());
+        let asked = tokio::time::timeout(SOON, hub.accept()).await;
+        let asked = asked.expect("the model is asked for").unwrap();
         process.terminate();
         ends(&mut process).await;
         assert!(process.log().contains("before the model was loaded"));
-        drop(writer);
+        drop(asked);
     }
     assert!(view.watch().borrow().workers.is_empty());
 }
 
-/// Opens a pipe for writing once somebody reads it; kept open, the reader waits for more.
-async fn wait_for_reader(pipe: &Path) -> std::fs::File {
-    let waited = Stopwatch::start();
-    let flags = i32::try_from(rustix::fs::OFlags::NONBLOCK.bits()).unwrap();
-    loop {
-        let opened = OpenOptions::new()
-            .write(true)
-            .custom_flags(flags)
-            .open(pipe);
-        if let Ok(writer) = opened {
-            return writer;
+/// The store takes connections and says nothing: no role has joined anything yet.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_process_that_waits_for_etcd_ends_at_once() {
+    let folder = tempfile::tempdir().unwrap();
+    let store = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let etcd = format!("--etcd=http://{}", store.local_addr().unwrap());
+    let held = tokio::spawn(async move {
+        let mut held = Vec::new();
+        while let Ok((connection, _)) = store.accept().await {
+            held.push(connection);
         }
-        assert!(waited.elapsed() < SOON, "nobody reads the model");
-        tokio::time::sleep(Duration::from_millis(5)).await;
+    });
+    let model = format!("--model={}", fixture_path("rand").display());
+    let roles: [&[&str]; 3] = [
+        &["prefill", &etcd, &model, GRACE],
+        &["decode", &etcd, &model, GRACE],
+        &["router", &etcd, "--http=127.0.0.1:0", "--grpc=127.0.0.1:0"],
+    ];
+    for args in roles {
+        let args: Vec<String> = args.iter().map(|arg| (*arg).to_owned()).collect();
+        let mut process = Process::start(&args[0], &baton_binary(), &args, folder.path());
+        process
+            .line(|line| line.starts_with("baton ").then_some(()))
+            .await;
+        process.terminate();
+        ends(&mut process).await;
     }
+    held.abort();
 }
 
 /// Another SIGTERM, later than an echo of the first: the process ends with what runs.

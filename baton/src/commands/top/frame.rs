@@ -165,7 +165,7 @@ fn row(worker: &WorkerView, look: &Look, last: Option<&Look>) -> [String; 12] {
 fn state_style(state: &str) -> Style {
     match state {
         "ready" => Style::new().green(),
-        "lost" => Style::new().red(),
+        "lost" | "refused" => Style::new().red(),
         _ => Style::new().yellow(),
     }
 }
