@@ -208,7 +208,7 @@ fn progress_rises_to_the_end_while_weights_are_converted() {
         let mut calls = Vec::new();
         let options = LoadOptions {
             weights,
-            ..LoadOptions::default()..LoadOptions::default()
+            ..LoadOptions::default()
         };
         Model::open(&fixture("rand.gguf"), &options, &mut |done, total| {
             calls.push((done, total));
@@ -235,6 +235,7 @@ fn a_load_holds_no_second_copy_of_the_model() {
         let options = LoadOptions {
             context_max: Some(64),
             weights,
+            ..LoadOptions::default()
         };
         let (model, peak) = peak_of(|| Model::open(&path, &options, &mut |_, _| {}));
         (model.unwrap().weight_bytes() as usize, peak)

@@ -157,10 +157,18 @@ impl Registration {
     }
 
     /// Publishes that the worker drains. A store that does not hear of it is no reason not to:
-    /// routers learn it from the worker itself.
+    /// routers learn it from the worker itself. While the record is not published, nobody is
+    /// to be told and nothing is waited for.
     pub async fn say_draining(&self) {
-        if let Err(error) = self.set_state(WorkerState::Draining).await {
-            tracing::warn!(%error, "draining could not be published");
+        let mut state = self.state.clone();
+        let unpublished = state.wait_for(|state| *state == RegistrationState::Pending);
+        tokio::select! {
+            // First, so that a record which is published after all says it.
+            biased;
+            said = self.set_state(WorkerState::Draining) => if let Err(error) = said {
+                tracing::warn!(%error, "draining could not be published");
+            },
+            Ok(_) = unpublished => {}
         }
     }
 

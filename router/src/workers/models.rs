@@ -29,7 +29,12 @@ struct Revision {
 impl Workers {
     fn revisions(&self) -> BTreeMap<ModelRevision, Revision> {
         let mut revisions: BTreeMap<ModelRevision, Revision> = BTreeMap::new();
-        for worker in self.current().values() {
+        let current = self.current();
+        // Refused ones last: they say what is served where no other one does.
+        let (refused, usable): (Vec<_>, Vec<_>) = current
+            .values()
+            .partition(|worker| worker.refused().is_some());
+        for worker in usable.into_iter().chain(refused) {
             let card = &worker.card;
             let entry = revisions
                 .entry(card.revision.clone())
@@ -40,6 +45,9 @@ impl Workers {
                     prefill_ready: 0,
                     decode_ready: 0,
                 });
+            if worker.refused().is_some() {
+                continue;
+            }
             entry.context_max = entry.context_max.min(card.context_max);
             // Copies of a file are younger than it; every router finds the same time.
             let times = [entry.created, card.created].into_iter();

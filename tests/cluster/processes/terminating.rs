@@ -561,6 +561,7 @@ async fn a_process_that_waits_for_etcd_ends_at_once() {
             .await;
         process.terminate();
         ends(&mut process).await;
+        assert_eq!(process.told("draining could not be published"), 0);
     }
     held.abort();
 }
