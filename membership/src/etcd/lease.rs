@@ -359,6 +359,11 @@ impl LeaseTask {
         let Some(lease) = self.lease.id.take() else {
             return Ok(());
         };
+        // Nothing was written under a lease whose grant was never heard of. If there is one,
+        // it ends by itself.
+        if self.lease.confirmed.borrow().is_none() {
+            return Ok(());
+        }
         let until = Instant::now() + self.connector.patience();
         loop {
             match self.release_once(lease).await {
