@@ -22,8 +22,11 @@ use tempfile::TempDir;
 /// Ends a test that would wait for ever; no load of these files takes a second.
 const HANGS_AFTER: Duration = Duration::from_secs(60);
 
-/// What may lie where a file is expected, and the word for it.
-const KINDS: [(&str, fn(&Path)); 5] = [
+/// The word for a kind of file, and how one is made.
+type Kind = (&'static str, fn(&Path));
+
+/// What may lie where a file is expected.
+const KINDS: [Kind; 5] = [
     ("a FIFO", |path| {
         mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     }),
