@@ -13,6 +13,7 @@
 //! config               what the decoder computes
 //! tokenizer            what the text layer needs
 //! weights              tensors -> packed matrices
+//! warnings             what is odd about the files and changes nothing
 //! weight_format        what a matrix becomes on the way
 //! ```
 
@@ -26,6 +27,7 @@ mod shard_name;
 mod tensors;
 mod tokenizer;
 mod unique_keys;
+mod warnings;
 mod weight_format;
 pub mod weights;
 
@@ -41,6 +43,7 @@ use baton_proto::{ModelRevision, NumericsId, TokenId};
 use serde_json::{Map, Value};
 
 pub use config::ModelConfig;
+pub use config::keys::page as known_keys;
 pub use error::Error;
 pub use shard_name::ShardName;
 pub use weight_format::WeightFormat;
@@ -48,6 +51,7 @@ pub use weights::{CpuWeights, LayerWeights, Weights};
 
 use family::Family;
 use tensors::Tensors;
+use warnings::Warnings;
 
 /// Names the arithmetic of the kernels and of the decoder. Bumped with every change
 /// that may change a bit of K, V or logits.
@@ -74,7 +78,8 @@ pub type TokenizerCheck = fn(&TokenizerSpec) -> Result<(), String>;
 /// How a model is to be loaded.
 #[derive(Clone, Debug, Default)]
 pub struct LoadOptions {
-    /// Shortens the context the files allow, and with it the RoPE tables.
+    /// Sequences of up to so many tokens: shortens the context the files allow, and with
+    /// it the RoPE tables; lengthens it where a scaling stretches as far as it is asked to.
     pub context_max: Option<u32>,
     /// What the matrices become while they are loaded.
     pub weights: WeightFormat,
@@ -94,6 +99,7 @@ pub struct Model {
     formats: String,
     /// The load-time format, where it changed a matrix.
     converted: Option<WeightFormat>,
+    warnings: Vec<String>,
 }
 
 impl std::fmt::Debug for Model {
@@ -162,6 +168,11 @@ impl Model {
         &self.tokenizer.eos
     }
 
+    /// What is odd about the files and changes nothing that is computed, a sentence each.
+    pub fn warnings(&self) -> &[String] {
+        &self.warnings
+    }
+
     /// Longest sequence, in tokens.
     pub fn context_max(&self) -> u32 {
         self.config.context_max
@@ -205,12 +216,15 @@ impl Model {
     }
 
     /// What two workers must share for their K and V to be interchangeable: the files,
-    /// what the weights became, the arithmetic, and the type of K and V.
+    /// what the weights became, the rotations (which may depend on the context the model is
+    /// loaded for), the arithmetic, and the type of K and V.
     pub fn numerics(&self, kv_dtype: KvDtype) -> NumericsId {
         let group = kv_dtype.scale_group().to_string();
+        let rope = self.config.rope_text();
         let mut parts: Vec<&[u8]> = vec![
             &self.digest,
             self.formats.as_bytes(),
+            rope.as_bytes(),
             ARITHMETIC,
             kv_dtype.name().as_bytes(),
         ];
@@ -297,6 +311,7 @@ struct Opened<'a> {
     tensors: Tensors<'a>,
     /// Name and bytes of each file the digest covers, in order.
     digested: Vec<(Cow<'a, str>, &'a [u8])>,
+    warnings: Warnings,
 }
 
 fn open_gguf(
@@ -316,12 +331,13 @@ fn open_gguf(
         Error::unsupported(path, key, format!("`{architecture}` is not one of {known}"))
     })?;
     let mut tensors = Tensors::new(path, gguf.take_tensors());
-    let config = config::gguf::read(family, &gguf, &mut tensors)?;
+    let mut warnings = Warnings::default();
+    let config = config::gguf::read(family, &gguf, &mut tensors, &mut warnings)?;
     let vocab_key = format!("{architecture}.vocab_size");
     if let Some(says) = gguf.unsigned(&vocab_key)? {
         check_vocab(path, &vocab_key, says, config.vocab)?;
     }
-    let tokenizer = tokenizer::gguf::read(&gguf, config.vocab)?;
+    let tokenizer = tokenizer::gguf::read(&gguf, config.vocab, &mut warnings)?;
     load(
         Opened {
             config,
@@ -330,6 +346,7 @@ fn open_gguf(
             norm_offset: 0.0,
             tensors,
             digested: files.digested(),
+            warnings,
         },
         options,
         progress,
@@ -386,14 +403,15 @@ fn open_folder(
         let known = family::known(|family| family.hf_model_types);
         Error::unsupported(&path, key, format!("`{model_type}` is not one of {known}"))
     })?;
-    let config = config::folder::read(family, &path, &json)?;
+    let mut warnings = Warnings::default();
+    let config = config::folder::read(family, &path, &json, &mut warnings)?;
     let shards = safetensors::Shards::open(folder)?;
     let tensors = Tensors::new(folder, shards.tensors()?);
     let embedding = format!("{}.weight", family.hf.embedding);
     if let Some([rows, _]) = tensors.dims(&embedding) {
         check_vocab(&path, "vocab_size", config.vocab as u64, *rows)?;
     }
-    let tokenizer = tokenizer::folder::read(folder, &json, config.vocab)?;
+    let tokenizer = tokenizer::folder::read(folder, &json, config.vocab, &mut warnings)?;
     let mut digested = vec![(Cow::Borrowed("config.json"), text.as_bytes())];
     digested.extend(shards.files().map(|(path, bytes)| {
         let name = path.file_name().and_then(|name| name.to_str());
@@ -407,6 +425,7 @@ fn open_folder(
             norm_offset: family.hf_norm_offset,
             tensors,
             digested,
+            warnings,
         },
         options,
         progress,
@@ -435,6 +454,7 @@ fn load(
         norm_offset,
         tensors,
         digested,
+        warnings,
     } = opened;
     if let Some(context_max) = options.context_max {
         if context_max == 0 {
@@ -444,7 +464,7 @@ fn load(
                 "0 is not above 0",
             ));
         }
-        config.context_max = config.context_max.min(context_max);
+        config.limit_context(context_max);
     }
     if let Some(check) = options.tokenizer_check {
         check(&tokenizer)
@@ -465,8 +485,13 @@ fn load(
         );
         (weights, digest.join().expect("hashing does not panic"))
     });
+    let weights = Arc::new(weights?);
+    let warnings = warnings.into_vec();
+    for warning in &warnings {
+        tracing::warn!("{warning}");
+    }
     Ok(Arc::new(Model {
-        weights: Arc::new(weights?),
+        weights,
         config,
         tokenizer,
         digest,
@@ -474,6 +499,7 @@ fn load(
         created: 0,
         formats,
         converted,
+        warnings,
     }))
 }
 

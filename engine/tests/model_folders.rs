@@ -484,14 +484,14 @@ fn a_folder_with_a_contradiction_is_refused_by_tensor() {
         (
             "\"use_cache\": true",
             "\"rope_scaling\": {\"rope_type\": \"yarn\"}",
-            "rope_type",
-            "yarn",
+            "rope_scaling.factor",
+            "missing",
         ),
         (
             "\"use_cache\": true",
-            "\"rope_scaling\": {\"type\": \"dynamic\"}",
+            "\"rope_scaling\": {\"type\": \"ntk\"}",
             "rope_type",
-            "dynamic",
+            "ntk",
         ),
         (
             "\"rms_norm_eps\": 1e-05",

@@ -417,12 +417,12 @@ fn gguf_tensors_and_metadata_must_fit_the_architecture() {
         (
             "llama.embedding_length",
             "llama.embedding_lengtz",
-            "llama.embedding_length",
+            "`llama.embedding_lengtz`: `64` is refused",
         ),
         (
             "llama.attention.head_count_kv",
             "llama.attention.head_count_kz",
-            "tensor `blk.0.attn_k.weight`: has shape",
+            "`llama.attention.head_count_kz`: `2` is refused",
         ),
         (
             "tokenizer.ggml.merges",

@@ -29,7 +29,10 @@ class Config:
     rope_base: float
     rope_adjacent: bool = False  # True: pairs are (2i, 2i+1); False: pairs are (i, i + D/2)
     rope_base_local: float | None = None  # base of sliding layers, where it differs
-    rope_scaling: dict | None = None  # Hugging Face's dictionary: rope_type llama3 or linear
+    rope_dims: int = 0  # rotated dimensions of a head, the first ones; 0 means all
+    rope_scaling: dict | None = None  # Hugging Face's dictionary, without an attention factor of its own
+    rope_context: int = 0  # tokens the model is loaded for: dynamic and longrope choose by it
+    rope_factor: float = 1.0  # multiplies rotated queries and keys
     rope_divisors: np.ndarray | None = None  # GGUF's rope_freqs.weight: each frequency is divided by it
     window: int = 0  # a sliding layer's query i sees keys j with i - j < window
     sliding: list = field(default_factory=list)  # one bool per layer
@@ -43,6 +46,8 @@ class Config:
     def __post_init__(self):
         if not self.q_scale:
             self.q_scale = self.head_dim**-0.5
+        if not self.rope_dims:
+            self.rope_dims = self.head_dim
         if not self.sliding:
             self.sliding = [bool(self.window)] * self.n_layers
 
@@ -71,7 +76,8 @@ def int8_groups(x):
 
 def inverse_frequencies(cfg, sliding):
     base = cfg.rope_base_local if sliding and cfg.rope_base_local else cfg.rope_base
-    f = base ** (-np.arange(0, cfg.head_dim, 2, dtype=np.float64) / cfg.head_dim)
+    n = cfg.rope_dims
+    f = base ** (-np.arange(0, n, 2, dtype=np.float64) / n)
     if sliding and cfg.rope_base_local:
         return f  # the local base of Gemma 3 is never scaled
     if cfg.rope_divisors is not None:
@@ -87,9 +93,44 @@ def inverse_frequencies(cfg, sliding):
         lo, hi = s["low_freq_factor"], s["high_freq_factor"]
         keep = np.clip((turns - lo) / (hi - lo), 0, 1)
         return keep * f + (1 - keep) * f / s["factor"]
+    if kind == "yarn":
+        # "YaRN", equations 17 to 23 with the ramp over the index of a frequency, as published code has it: the index
+        # of the frequency that makes r turns over the original context L is n ln(L / 2 pi r) / (2 ln base).
+        index = lambda turns: n * np.log(s["original_max_position_embeddings"] / (2 * np.pi * turns)) / (2 * np.log(base))
+        first, last = index(s.get("beta_fast", 32)), index(s.get("beta_slow", 1))
+        if s.get("truncate", True):
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, n - 1)
+        slow = np.clip((np.arange(n // 2) - first) / max(last - first, 1e-3), 0, 1)
+        return (1 - slow) * f + slow * f / s["factor"]
+    if kind == "dynamic":
+        # NTK-aware: past the original context the base grows so that the slowest frequency is stretched by what the
+        # context is longer, times the factor.
+        more = s["factor"] * max(cfg.rope_context / s["original_max_position_embeddings"], 1) - (s["factor"] - 1)
+        return (base * more ** (n / (n - 2))) ** (-np.arange(0, n, 2, dtype=np.float64) / n)
+    if kind == "longrope":
+        long = cfg.rope_context > s["original_max_position_embeddings"]
+        return f / np.array(s["long_factor" if long else "short_factor"], np.float64)
     if kind not in (None, "default"):
         raise ValueError(f"rope scaling {kind!r}")
     return f
+
+
+def attention_factor(s, context):
+    """What a scaling multiplies rotated queries and keys by (`context`: the configuration's)."""
+    s = s or {}
+    if s.get("attention_factor") is not None:
+        return s["attention_factor"]
+    kind = s.get("rope_type", s.get("type"))
+    if kind == "yarn":  # equation 22, and its weighted form in DeepSeek's models
+        growth = lambda weight: 0.1 * weight * np.log(s["factor"]) + 1
+        both = s.get("mscale") and s.get("mscale_all_dim")
+        return growth(s["mscale"]) / growth(s["mscale_all_dim"]) if both else growth(1)
+    if kind == "longrope":
+        original = s["original_max_position_embeddings"]
+        stretch = s.get("factor", context / original)
+        return np.sqrt(1 + np.log(stretch) / np.log(original)) if stretch > 1 else 1.0
+    return 1.0
 
 
 class Decoder:
@@ -126,11 +167,13 @@ class Decoder:
         return (x * r.astype(self.f)) * (w + 1 if self.cfg.norm_plus_one else w)
 
     def rope(self, x, pos, sliding):  # x: [heads, T, D]
+        c = self.cfg
         a = pos[:, None] * self.freqs[sliding][None, :]
-        cos, sin = np.cos(a).astype(self.f), np.sin(a).astype(self.f)
-        out = np.empty_like(x)
-        half = self.cfg.head_dim // 2
-        first, second = (slice(0, None, 2), slice(1, None, 2)) if self.cfg.rope_adjacent else (slice(0, half), slice(half, None))
+        factor = 1.0 if sliding and c.rope_base_local else c.rope_factor
+        cos, sin = (np.cos(a) * factor).astype(self.f), (np.sin(a) * factor).astype(self.f)
+        out = x.copy()  # dimensions behind the rotated ones pass through
+        n, half = c.rope_dims, c.rope_dims // 2
+        first, second = (slice(0, n, 2), slice(1, n, 2)) if c.rope_adjacent else (slice(0, half), slice(half, n))
         p, q = x[..., first], x[..., second]
         out[..., first], out[..., second] = p * cos - q * sin, p * sin + q * cos
         return out

@@ -6,6 +6,8 @@
 
 pub(crate) mod folder;
 pub(crate) mod gguf;
+pub(crate) mod keys;
+mod rope;
 
 use std::path::Path;
 
@@ -14,6 +16,8 @@ use baton_proto::kv_layout::{KvGroup, KvGroupKind};
 use serde::{Deserialize, Serialize};
 
 use super::error::Error;
+
+pub use rope::{RopeConfig, RopeScaling};
 
 /// Layers of the largest model that is not nonsense.
 const LAYERS_MAX: usize = 1024;
@@ -24,65 +28,6 @@ const CONTEXT_MAX: u32 = 1 << 20;
 
 /// The kernels' vectors hold this many f32; a stored head is a multiple of it.
 const HEAD_LANES: usize = 16;
-
-/// How RoPE frequencies are changed for contexts longer than the training's.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub enum RopeScaling {
-    None,
-    /// All frequencies divided by `factor`.
-    Linear {
-        factor: f64,
-    },
-    /// Low frequencies divided by `factor`, high ones kept, between them blended.
-    ///
-    /// *Source*: Llama 3.1's reference code (`apply_scaling`).
-    Llama3 {
-        factor: f64,
-        low_freq_factor: f64,
-        high_freq_factor: f64,
-        original_context: u32,
-    },
-    /// One divisor per frequency, given by the file (`rope_freqs.weight`).
-    Factors {
-        divisors: Vec<f32>,
-    },
-}
-
-/// One set of rotation angles.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub struct RopeConfig {
-    pub base: f64,
-    /// Rotated dimensions of a head; the rest pass through.
-    pub dims: usize,
-    pub scaling: RopeScaling,
-}
-
-impl RopeConfig {
-    /// One divisor per frequency `base^(-2i/dims)`; empty where all are 1.
-    pub fn divisors(&self) -> Vec<f32> {
-        let frequency = |i: usize| self.base.powf(-2.0 * i as f64 / self.dims as f64);
-        let half = self.dims / 2;
-        match &self.scaling {
-            RopeScaling::None => Vec::new(),
-            RopeScaling::Linear { factor } => vec![*factor as f32; half],
-            RopeScaling::Factors { divisors } => divisors.clone(),
-            RopeScaling::Llama3 {
-                factor,
-                low_freq_factor,
-                high_freq_factor,
-                original_context,
-            } => (0..half)
-                .map(|i| {
-                    // Turns a pair makes over the original context.
-                    let turns = f64::from(*original_context) * frequency(i) / std::f64::consts::TAU;
-                    let keep = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor))
-                        .clamp(0.0, 1.0);
-                    (1.0 / (keep + (1.0 - keep) / factor)) as f32
-                })
-                .collect(),
-        }
-    }
-}
 
 /// What differs between the layers of one model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -107,6 +52,16 @@ pub struct BiasConfig {
 pub enum GateActivation {
     Silu,
     GeluTanh,
+}
+
+impl GateActivation {
+    /// What `config.json` calls it.
+    pub(crate) fn names(self) -> [&'static str; 2] {
+        match self {
+            Self::Silu => ["silu", "swish"],
+            Self::GeluTanh => ["gelu_pytorch_tanh", "gelu_new"],
+        }
+    }
 }
 
 impl From<GateActivation> for Activation {
@@ -197,33 +152,26 @@ impl ModelConfig {
     }
 
     /// How keys are rotated, in one line: what two workers must have in common to read
-    /// each other's KV. Long lists of factors stand in it as their digest.
+    /// each other's KV.
     pub fn rope_text(&self) -> String {
-        let one = |rope: &RopeConfig| {
-            let scaling = match &rope.scaling {
-                RopeScaling::None => String::new(),
-                RopeScaling::Linear { factor } => format!(" linear {factor}"),
-                RopeScaling::Llama3 {
-                    factor,
-                    low_freq_factor,
-                    high_freq_factor,
-                    original_context,
-                } => format!(
-                    " llama3 {factor} {low_freq_factor} {high_freq_factor} {original_context}"
-                ),
-                RopeScaling::Factors { divisors } => {
-                    let bytes: Vec<u8> = divisors.iter().flat_map(|d| d.to_le_bytes()).collect();
-                    format!(" factors {}", &blake3::hash(&bytes).to_hex()[..16])
-                }
-            };
-            format!("{}/{}{scaling}", rope.base, rope.dims)
-        };
         let pairing = match self.rope_pairing {
             Pairing::Interleaved => "interleaved",
             Pairing::Halves => "halves",
         };
-        let tables: Vec<String> = self.ropes.iter().map(one).collect();
+        let tables: Vec<String> = self
+            .ropes
+            .iter()
+            .map(|rope| rope.text(self.context_max))
+            .collect();
         format!("{pairing} {}", tables.join(", "))
+    }
+
+    /// Loads the model for sequences of up to `wanted` tokens: fewer than the files allow,
+    /// or more where a scaling stretches the context as far as it is asked to.
+    pub(crate) fn limit_context(&mut self, wanted: u32) {
+        let limits = self.ropes.iter().filter_map(RopeConfig::context_limit);
+        let limit = limits.fold(self.context_max, u32::max).min(CONTEXT_MAX);
+        self.context_max = wanted.min(limit);
     }
 
     /// The layers that share a block table: full attention first (where there is
@@ -299,59 +247,12 @@ fn check_shape(path: &Path, config: &ModelConfig) -> Result<(), Error> {
         ));
     }
     for rope in &config.ropes {
-        if rope.dims == 0 || !rope.dims.is_multiple_of(2) || rope.dims > config.head_dim {
-            return Err(Error::config(
-                path,
-                "rope dimensions",
-                format!(
-                    "{} is not an even number up to {}",
-                    rope.dims, config.head_dim
-                ),
-            ));
-        }
-        if rope.base.is_nan() || rope.base <= 0.0 {
-            return Err(Error::config(
-                path,
-                "rope base",
-                format!("{} is not above 0", rope.base),
-            ));
-        }
-        let divisors = rope.divisors().len();
-        if divisors != 0 && divisors != rope.dims / 2 {
-            return Err(Error::config(
-                path,
-                "rope factors",
-                format!("{divisors} factors for {} frequencies", rope.dims / 2),
-            ));
+        if let Some((field, message)) = rope.problem(config.head_dim) {
+            return Err(Error::config(path, field, message));
         }
     }
     if config.layers.iter().any(|layer| layer.window == Some(0)) {
         return Err(Error::config(path, "sliding window", "0 is not above 0"));
     }
     Ok(())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn llama3_scaling_keeps_high_frequencies_and_divides_low_ones() {
-        let rope = RopeConfig {
-            base: 500_000.0,
-            dims: 128,
-            scaling: RopeScaling::Llama3 {
-                factor: 8.0,
-                low_freq_factor: 1.0,
-                high_freq_factor: 4.0,
-                original_context: 8192,
-            },
-        };
-        let divisors = rope.divisors();
-        assert_eq!(divisors.len(), 64);
-        assert_eq!(divisors[0], 1.0);
-        assert_eq!(divisors[63], 8.0);
-        assert!(divisors.windows(2).all(|pair| pair[0] <= pair[1]));
-        assert!(divisors.iter().any(|d| *d > 1.0 && *d < 8.0));
-    }
 }

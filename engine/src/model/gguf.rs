@@ -66,6 +66,12 @@ pub(crate) struct Array<'a> {
     offset: u64,
 }
 
+impl Array<'_> {
+    pub(crate) fn len(&self) -> usize {
+        self.count
+    }
+}
+
 /// The header of a GGUF file.
 #[derive(Debug)]
 pub(crate) struct Gguf<'a> {
@@ -123,6 +129,43 @@ impl<'a> Gguf<'a> {
 
     pub(crate) fn get(&self, key: &str) -> Option<Value<'a>> {
         self.metadata.get(key).copied()
+    }
+
+    /// The names of all metadata keys, in no order.
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a str> + '_ {
+        self.metadata.keys().copied()
+    }
+
+    /// A value as JSON, for comparing and showing it; of long arrays and those of texts
+    /// only the length.
+    pub(crate) fn json(&self, key: &str) -> serde_json::Value {
+        const ENTRIES_MAX: usize = 4096;
+        match self.get(key) {
+            None => serde_json::Value::Null,
+            Some(Value::Unsigned(value)) => value.into(),
+            Some(Value::Signed(value)) => value.into(),
+            Some(Value::Float(value)) => value.into(),
+            Some(Value::Bool(value)) => value.into(),
+            Some(Value::String(value)) => value.into(),
+            Some(Value::Array(array)) if array.count == 0 => serde_json::Value::Array(Vec::new()),
+            Some(Value::Array(array)) if array.count > ENTRIES_MAX => {
+                format!("{} entries", array.count).into()
+            }
+            Some(Value::Array(array)) => match self.numbers(key) {
+                Ok(Some(numbers)) => {
+                    let json = |number: f64| {
+                        let whole = number as i64;
+                        if whole as f64 == number {
+                            serde_json::Value::from(whole)
+                        } else {
+                            serde_json::Value::from(number)
+                        }
+                    };
+                    numbers.into_iter().map(json).collect()
+                }
+                _ => format!("{} texts", array.count).into(),
+            },
+        }
     }
 
     /// A whole number that is not negative.

@@ -173,8 +173,8 @@ fn ropes(path: &Path, config: &ModelConfig) -> Result<Vec<RopeTable>, Error> {
                 rope.dims,
                 rope.base,
                 config.context_max as usize,
-                &rope.divisors(),
-                1.0,
+                &rope.divisors(config.context_max),
+                rope.attention_factor as f32,
             )
             .map_err(|error| Error::config(path, "rope", error.to_string()))
         })

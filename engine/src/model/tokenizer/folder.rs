@@ -12,9 +12,10 @@ use baton_proto::tokenizer_spec::{
 };
 use serde_json::{Map, Value};
 
-use super::{push_end, spellings};
+use super::{SpecialIds, spellings};
 use crate::model::error::Error;
 use crate::model::files;
+use crate::model::warnings::Warnings;
 
 /// The largest known `tokenizer.json` (Gemma) has 33 MB.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
@@ -30,6 +31,7 @@ pub(crate) fn read(
     folder: &Path,
     config: &Map<String, Value>,
     vocab: usize,
+    warnings: &mut Warnings,
 ) -> Result<TokenizerSpec, Error> {
     let path = folder.join("tokenizer.json");
     let Some(json) = files::read_text(&path, TOKENIZER_BYTES_MAX)? else {
@@ -53,26 +55,26 @@ pub(crate) fn read(
     let generation_path = folder.join("generation_config.json");
     let generation: Map<String, Value> =
         files::read_json_if_there(&generation_path, SMALL_FILE_BYTES_MAX)?.unwrap_or_default();
-    let mut eos = Vec::new();
     let config_path = folder.join("config.json");
+    let mut special = SpecialIds::new(vocab, warnings);
     for (path, json) in [(&generation_path, &generation), (&config_path, config)] {
-        for id in id_list(path, json.get("eos_token_id"))? {
-            push_end(path, "eos_token_id", id, vocab, &mut eos)?;
+        for id in id_list(json.get("eos_token_id")) {
+            special.end(path, "eos_token_id", id)?;
         }
     }
-    if let Some(id) = named("eos_token")
-        && !eos.contains(&id)
-    {
-        eos.push(id);
+    if let Some(id) = named("eos_token") {
+        special.add_end(id);
     }
-    let bos = match named("bos_token") {
-        Some(id) => Some(id),
-        None => id_list(&config_path, config.get("bos_token_id"))?
-            .first()
-            .map(|id| super::token_id(&config_path, "bos_token_id", *id, vocab))
-            .transpose()?,
+    let bos = match (
+        named("bos_token"),
+        id_list(config.get("bos_token_id")).first(),
+    ) {
+        (None, Some(id)) => special.start(&config_path, "bos_token_id", id)?,
+        (bos, _) => bos,
     };
     let boolean = |key: &str| settings.get(key).and_then(Value::as_bool);
+    let bos_wanted = boolean("add_bos_token").unwrap_or(false);
+    let eos = special.finish(&config_path, ("bos_token_id", bos_wanted), "eos_token_id")?;
     let post = tokenizer.get("post_processor");
     Ok(TokenizerSpec {
         model: TokenizerModel::HuggingFace { json },
@@ -232,13 +234,12 @@ fn special_text(value: Option<&Value>) -> Option<&str> {
 }
 
 /// One id, a list of them, or none.
-fn id_list(path: &Path, value: Option<&Value>) -> Result<Vec<u64>, Error> {
-    let ids = match value {
-        None | Some(Value::Null) => return Ok(Vec::new()),
-        Some(Value::Array(ids)) => ids.iter().map(Value::as_u64).collect(),
-        Some(id) => id.as_u64().map(|id| vec![id]),
-    };
-    ids.ok_or_else(|| Error::config(path, "eos_token_id", "must be an id or a list of ids"))
+fn id_list(value: Option<&Value>) -> &[Value] {
+    match value {
+        None | Some(Value::Null) => &[],
+        Some(Value::Array(ids)) => ids,
+        Some(id) => std::slice::from_ref(id),
+    }
 }
 
 /// Whether the post-processor puts a token at the start (or the end) of a text.

@@ -1,19 +1,21 @@
 //! [`TokenizerSpec`] from the metadata of a GGUF file.
 
-use baton_proto::TokenId;
 use baton_proto::tokenizer_spec::{
     ChatTemplate, TokenEntry, TokenKind, TokenizerModel, TokenizerSpec,
 };
 
-use super::{push_end, spellings, token_id};
+use super::{SpecialIds, spellings};
 use crate::model::error::Error;
 use crate::model::gguf::Gguf;
+use crate::model::warnings::Warnings;
 
 const MODEL: &str = "tokenizer.ggml.model";
 const TOKENS: &str = "tokenizer.ggml.tokens";
 const SCORES: &str = "tokenizer.ggml.scores";
 const TYPES: &str = "tokenizer.ggml.token_type";
 const MERGES: &str = "tokenizer.ggml.merges";
+
+const BOS: &str = "tokenizer.ggml.bos_token_id";
 
 /// Metadata keys of ids that end a sequence: of text, of a turn, of a message.
 const END_KEYS: [&str; 3] = [
@@ -31,7 +33,11 @@ const PRE_WITH_BOS: [&str; 4] = ["llama3", "llama-v3", "llama-bpe", "falcon3"];
 ///
 /// # Errors
 /// [`Error::Config`] or [`Error::Unsupported`], naming the metadata key.
-pub(crate) fn read(gguf: &Gguf<'_>, vocab: usize) -> Result<TokenizerSpec, Error> {
+pub(crate) fn read(
+    gguf: &Gguf<'_>,
+    vocab: usize,
+    warnings: &mut Warnings,
+) -> Result<TokenizerSpec, Error> {
     let path = gguf.path();
     let missing = |key: &str| Error::config(path, key, "is missing");
     let texts = gguf.strings(TOKENS)?.ok_or_else(|| missing(TOKENS))?;
@@ -107,26 +113,30 @@ pub(crate) fn read(gguf: &Gguf<'_>, vocab: usize) -> Result<TokenizerSpec, Error
         });
     }
 
-    let id = |key: &str| -> Result<Option<TokenId>, Error> {
-        gguf.unsigned(key)?
-            .map(|id| token_id(path, key, id, texts.len()))
-            .transpose()
-    };
-    let mut eos = Vec::new();
-    for key in END_KEYS {
-        if let Some(id) = gguf.unsigned(key)? {
-            push_end(path, key, id, texts.len(), &mut eos)?;
-        }
+    let add_bos = gguf
+        .boolean("tokenizer.ggml.add_bos_token")?
+        .unwrap_or(add_bos_default);
+    let mut special = SpecialIds::new(texts.len(), warnings);
+    for key in END_KEYS.into_iter().filter(|key| gguf.get(key).is_some()) {
+        special.end(path, key, &gguf.json(key))?;
     }
+    let bos = match gguf.get(BOS) {
+        Some(_) => special.start(path, BOS, &gguf.json(BOS))?,
+        None => None,
+    };
+    let mut id = |key: &str| match gguf.get(key) {
+        Some(_) => special.id(path, key, &gguf.json(key)),
+        None => Ok(None),
+    };
+    let unknown = id("tokenizer.ggml.unknown_token_id")?;
+    let padding = id("tokenizer.ggml.padding_token_id")?;
     Ok(TokenizerSpec {
         model,
-        bos: id("tokenizer.ggml.bos_token_id")?,
-        eos,
-        unknown: id("tokenizer.ggml.unknown_token_id")?,
-        padding: id("tokenizer.ggml.padding_token_id")?,
-        add_bos: gguf
-            .boolean("tokenizer.ggml.add_bos_token")?
-            .unwrap_or(add_bos_default),
+        bos,
+        eos: special.finish(path, (BOS, add_bos), END_KEYS[0])?,
+        unknown,
+        padding,
+        add_bos,
         add_eos: gguf
             .boolean("tokenizer.ggml.add_eos_token")?
             .unwrap_or(false),
