@@ -238,7 +238,8 @@ pub struct EngineArgs {
     /// Tokens that each worker's KV pool holds.
     #[arg(long, env = "BATON_KV_TOKENS", default_value_t = 32_768, value_parser = clap::value_parser!(u32).range(16..=1 << 28))]
     pub kv_tokens: u32,
-    /// Longest prompt plus output; never above the model's own [default: the model's].
+    /// Longest prompt plus output; above the model's own only where its RoPE scaling
+    /// stretches as far as it is asked to [default: the model's].
     #[arg(long, env = "BATON_CONTEXT_MAX", value_parser = clap::value_parser!(u32).range(1..))]
     pub context_max: Option<u32>,
     /// Prompt tokens computed in one step.

@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::Context as _;
 use tokio_util::sync::CancellationToken;
 
-use crate::cli::{CliCommand, ModelArgs};
+use crate::cli::{CliCommand, EngineArgs, ModelArgs};
 use crate::settings::{self, ServedModel};
 
 /// Runs one subcommand to its end.
@@ -78,13 +78,15 @@ pub(crate) fn run_role(role: impl Future<Output = anyhow::Result<()>>) -> anyhow
     ended
 }
 
-/// Loads the model that the flags name; `None` if the process is to end before it is there.
+/// Loads the model that the flags name, as the engine's flags want it; `None` if the process is to end before it is there.
 pub(crate) async fn load_unless(
     shutdown: &CancellationToken,
     args: &ModelArgs,
+    engine: &EngineArgs,
 ) -> anyhow::Result<Option<ServedModel>> {
-    let args = args.clone();
-    let loading = tokio::task::spawn_blocking(move || settings::load_model(&args, false));
+    let (args, context_max) = (args.clone(), engine.context_max);
+    let load = move || settings::load_model(&args, context_max, false);
+    let loading = tokio::task::spawn_blocking(load);
     match unless_ended(shutdown, "the model was loaded", loading).await {
         Some(loaded) => loaded.context("load model")?.map(Some),
         None => Ok(None),

@@ -9,7 +9,7 @@ use anyhow::{Context as _, bail};
 use baton_decode_worker::DecodeWorkerConfig;
 use baton_engine::config::{EngineConfig, PoolSize, Role};
 use baton_engine::kv::PoolSharing;
-use baton_engine::model::Model;
+use baton_engine::model::{LoadOptions, Model};
 use baton_kv_transfer::NixlLibrary;
 use baton_membership::{Credentials, Etcd, EtcdConfig, Membership};
 use baton_prefill_worker::PrefillWorkerConfig;
@@ -30,13 +30,23 @@ pub struct ServedModel {
     pub model: Arc<Model>,
 }
 
-/// Finds, fetches if need be, and loads the model that the flags name.
+/// Finds, fetches if need be, and loads the model that the flags name, for sequences of up
+/// to `context_max` tokens.
 ///
 /// # Errors
 /// A model that cannot be found, fetched or read.
-pub fn load_model(args: &ModelArgs, quiet: bool) -> anyhow::Result<ServedModel> {
+pub fn load_model(
+    args: &ModelArgs,
+    context_max: Option<u32>,
+    quiet: bool,
+) -> anyhow::Result<ServedModel> {
     let located = locate::locate(&args.model, args.cache_dir.as_deref(), quiet)?;
-    let model = open::open(&located, args.weights.weights, quiet)?;
+    let options = LoadOptions {
+        context_max,
+        weights: args.weights.weights,
+        ..LoadOptions::default()
+    };
+    let model = open::open(&located, &options, quiet)?;
     let name = args.model_name.clone().unwrap_or(located.name);
     check_name("model_name", &name).map_err(flag_error)?;
     Ok(ServedModel { name, model })

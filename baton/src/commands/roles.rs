@@ -50,7 +50,7 @@ pub fn prefill(args: PrefillRoleArgs) -> anyhow::Result<()> {
     run_role(async {
         let shutdown = shutdown_signal()?;
         let membership = settings::membership(&args.etcd)?;
-        let Some(served) = load_unless(&shutdown, &args.model).await? else {
+        let Some(served) = load_unless(&shutdown, &args.model, &args.engine).await? else {
             return Ok(());
         };
         let config = settings::prefill_config(&args, &served.name)?;
@@ -77,7 +77,7 @@ pub fn decode(args: DecodeRoleArgs) -> anyhow::Result<()> {
     run_role(async {
         let shutdown = shutdown_signal()?;
         let membership = settings::membership(&args.etcd)?;
-        let Some(served) = load_unless(&shutdown, &args.model).await? else {
+        let Some(served) = load_unless(&shutdown, &args.model, &args.engine).await? else {
             return Ok(());
         };
         let config = settings::decode_config(&args, &served.name)?;

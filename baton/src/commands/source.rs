@@ -72,8 +72,8 @@ impl Source {
                 model: name,
             });
         }
-        let args = model.clone();
-        let served = tokio::task::spawn_blocking(move || load_model(&args, false))
+        let (args, context_max) = (model.clone(), engine.context_max);
+        let served = tokio::task::spawn_blocking(move || load_model(&args, context_max, false))
             .await
             .context("load model")??;
         let cluster = start_private(&served, engine, pools).await?;

@@ -23,7 +23,7 @@ pub fn run(args: UpArgs) -> anyhow::Result<()> {
         let http = bind("--http", router.http).await?;
         let grpc = bind("--grpc", router.grpc).await?;
         let (http_at, grpc_at) = (http.local_addr()?, grpc.local_addr()?);
-        let Some(served) = load_unless(&shutdown, &args.model).await? else {
+        let Some(served) = load_unless(&shutdown, &args.model, &args.engine).await? else {
             return Ok(());
         };
         let plan =

@@ -1,7 +1,7 @@
 //! What is in a model: read through the engine's own loader, so that what is shown
 //! is what would run.
 
-use baton_engine::model::WeightFormat;
+use baton_engine::model::{LoadOptions, WeightFormat};
 use baton_proto::kv_layout::KvDtype;
 use serde_json::{Value, json};
 
@@ -13,7 +13,11 @@ use super::open;
 /// # Errors
 /// A file that cannot be loaded.
 pub fn report(located: &Located, weights: WeightFormat, quiet: bool) -> anyhow::Result<Value> {
-    let model = open::open(located, weights, quiet)?;
+    let options = LoadOptions {
+        weights,
+        ..LoadOptions::default()
+    };
+    let model = open::open(located, &options, quiet)?;
     let layout = model.kv_layout(16, KvDtype::F16);
     let spec = model.tokenizer_spec();
     Ok(json!({
@@ -30,6 +34,8 @@ pub fn report(located: &Located, weights: WeightFormat, quiet: bool) -> anyhow::
         "kv_bytes_per_token_f16": layout.token_bytes(),
         "kv_groups": model.kv_groups(),
         "numerics_id_f16": model.numerics(KvDtype::F16).to_string(),
+        "rope": model.config().rope_text(),
+        "warnings": model.warnings(),
         "config": model.config(),
     }))
 }

@@ -13,20 +13,19 @@ use baton_tokenizer::Tokenizer;
 use super::fetch::bytes_bar;
 use super::locate::Located;
 
-/// Reads and packs the weights, as `weights` says.
+/// Reads and packs the weights, as `options` say.
 ///
 /// # Errors
 /// A file that cannot be read or is no model.
-pub fn open(located: &Located, weights: WeightFormat, quiet: bool) -> anyhow::Result<Arc<Model>> {
-    let message = match weights {
+pub fn open(located: &Located, options: &LoadOptions, quiet: bool) -> anyhow::Result<Arc<Model>> {
+    let message = match options.weights {
         WeightFormat::Keep => format!("loading {}", located.name),
         format => format!("loading {} as {format}", located.name),
     };
     let bar = bytes_bar(0, &message, quiet);
     let options = LoadOptions {
-        weights,
         tokenizer_check: Some(check_tokenizer),
-        ..LoadOptions::default()
+        ..options.clone()
     };
     let opened = Model::open(&located.path, &options, &mut |done, total| {
         bar.set_length(total);

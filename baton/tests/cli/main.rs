@@ -268,7 +268,15 @@ fn models_are_listed_and_inspected_as_json_and_as_text() {
     assert_eq!(report["vocab_size"], 300);
     assert_eq!(report["config"]["layers"].as_array().unwrap().len(), 4);
     let facts = succeeds(&mut baton(&["model", "inspect", &rand]));
-    assert_says(&facts, &["vocab_size               300\n", "config:\n"]);
+    assert_says(
+        &facts,
+        &[
+            "vocab_size               300\n",
+            "rope                     halves 10000/8\n",
+            "warnings                 []\n",
+            "config:\n",
+        ],
+    );
 }
 
 /// A sweep of the tiny model that takes a moment.

@@ -64,7 +64,7 @@ fn measure(args: &EngineBenchArgs) -> anyhow::Result<EngineReport> {
         threads: args.threads.map_or(machine.cores.max(1), |n| n as usize),
         cores: Vec::new(),
     };
-    let served = load_model(&args.model, quiet)?;
+    let served = load_model(&args.model, None, quiet)?;
     let model = served.model;
     let layout = model.kv_layout(args.block_size, args.kv_dtype);
     let pool_bytes = args.kv_pool.unwrap_or_else(|| machine.kv_pool_bytes());

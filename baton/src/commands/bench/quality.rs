@@ -31,7 +31,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use anyhow::{Context as _, bail, ensure};
-use baton_engine::model::{Model, WeightFormat};
+use baton_engine::model::{LoadOptions, Model, WeightFormat};
 use baton_proto::TokenId;
 use baton_proto::kv_layout::KvDtype;
 use baton_tokenizer::{EncodeOptions, Tokenizer};
@@ -92,7 +92,13 @@ pub struct Row {
 pub fn run(args: &QualityArgs) -> anyhow::Result<Quality> {
     let cache = args.cache_dir.as_deref();
     let located = locate::locate(&args.model, cache, args.report.quiet)?;
-    let load = |weights| open::open(&located, weights, args.report.quiet);
+    let load = |weights| {
+        let options = LoadOptions {
+            weights,
+            ..LoadOptions::default()
+        };
+        open::open(&located, &options, args.report.quiet)
+    };
     let reference = load(WeightFormat::F32)?;
     ensure!(
         args.window <= reference.context_max(),
