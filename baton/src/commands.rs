@@ -78,7 +78,8 @@ pub(crate) fn run_role(role: impl Future<Output = anyhow::Result<()>>) -> anyhow
     ended
 }
 
-/// Loads the model that the flags name, as the engine's flags want it; `None` if the process is to end before it is there.
+/// Loads the model that the flags name, as the engine's flags want it; `None` if the process
+/// is to end before it is there.
 pub(crate) async fn load_unless(
     shutdown: &CancellationToken,
     args: &ModelArgs,

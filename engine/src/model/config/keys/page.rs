@@ -33,7 +33,7 @@ without its factor. A JSON key that stands twice in one object has its last valu
 **Context.** A model has one table of rotation angles, made when it is loaded. `dynamic` and `longrope` choose by
 the length of each sequence in the library they come from; here they choose by the context that the worker is started
 for (`--context-max`, else the file's), so that a row's bits depend on its own tokens alone
-([ADR 0015](adr/0015-rotations-are-chosen-by-the-context.md)):
+([ADR 0016](adr/0016-rotations-are-chosen-by-the-context.md)):
 
 | scaling | up to the original context | above it |
 |---|---|---|
