@@ -542,6 +542,13 @@ fn both_containers_give_one_tokenizer_and_one_configuration() {
     assert_eq!((b.bos, &b.eos), (Some(0), &vec![1]));
     assert_eq!(a.add_bos, b.add_bos);
     assert_eq!(a.chat_templates, b.chat_templates);
+    let named = a.template_tokens.clone().unwrap();
+    assert_eq!(named["bos_token"], "<|bos|>");
+    assert_eq!(named["eos_token"], "<|eos|>");
+    assert!(!named.contains_key("unk_token"));
+    let file_named = b.template_tokens.clone().unwrap();
+    assert_eq!(file_named["bos_token"], named["bos_token"]);
+    assert_eq!(file_named["eos_token"], named["eos_token"]);
 
     let mut config = file.config().clone();
     config.rope_pairing = folder.config().rope_pairing;

@@ -33,3 +33,6 @@ pub const INTERNAL_MESSAGE_BYTES_MAX: usize = 64 << 20;
 pub const PROMPTS_MAX: usize = 64;
 /// Messages in one chat call.
 pub const CHAT_MESSAGES_MAX: usize = 4096;
+/// Variables for the chat template of one call, and bytes of their JSON.
+pub const CHAT_TEMPLATE_KWARGS_MAX: usize = 64;
+pub const CHAT_TEMPLATE_KWARGS_BYTES_MAX: usize = 64 << 10;

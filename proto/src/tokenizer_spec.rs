@@ -4,6 +4,8 @@
 //! the tokenizer from it, and grammar masks will use its token bytes. Routers
 //! therefore need no model files.
 
+use std::collections::BTreeMap;
+
 use serde::{Deserialize, Serialize};
 
 use crate::ids::TokenId;
@@ -64,4 +66,9 @@ pub struct TokenizerSpec {
     pub add_bos: bool,
     pub add_eos: bool,
     pub chat_templates: Vec<ChatTemplate>,
+    /// `bos_token`, `eos_token` and the like as the model's files give them to a chat
+    /// template; a name that is not here is undefined there. Absent in what workers of an
+    /// older version ship: then the texts of the ids above are taken.
+    #[serde(default)]
+    pub template_tokens: Option<BTreeMap<String, String>>,
 }

@@ -302,13 +302,14 @@ impl Frontend {
         let model = self.shared.workers.model(&request.model)?;
         let tokenizer = Arc::clone(&model.tokenizer);
         let add_special = request.add_special.unwrap_or(true);
+        let allowed = request.allow_special_tokens;
         let giants = &self.shared.giants;
         let ids = match request.input {
             None => return Err(Error::invalid("text", "missing")),
             Some(Input::Text(text)) => {
                 let options = EncodeOptions {
                     add_special,
-                    ..EncodeOptions::PROMPT
+                    parse_special: allowed.unwrap_or(validate::RAW_ALLOWS_SPECIAL_TOKENS),
                 };
                 let encoding = giants.work(text.len(), move || {
                     tokenizer
@@ -320,7 +321,8 @@ impl Frontend {
             Some(Input::Chat(chat)) => {
                 // However long: nothing is generated.
                 let encoding = giants.work(validate::chat_bytes(&chat), move || {
-                    validate::chat_prompt(&chat, unix_seconds())?.encode(&tokenizer, u32::MAX)
+                    validate::chat_prompt(&chat, unix_seconds(), allowed.unwrap_or(false))?
+                        .encode(&tokenizer, u32::MAX)
                 });
                 encoding.await??
             }

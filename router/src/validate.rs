@@ -8,7 +8,7 @@
 use baton_proto::sampling::SamplingParams;
 use baton_proto::work::check_context;
 use baton_proto::{Error, TokenId, convert, limits, v1};
-use baton_tokenizer::{ChatRequest, EncodeOptions, Tokenizer};
+use baton_tokenizer::{ChatRequest, EncodeOptions, Json, JsonObject, Tokenizer};
 
 use crate::text::StopRules;
 use crate::workers::ServedModel;
@@ -16,7 +16,11 @@ use crate::workers::ServedModel;
 /// What is to be turned into tokens.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    Text(String),
+    Text {
+        text: String,
+        /// Whether control tokens that it spells become tokens.
+        allow_special_tokens: bool,
+    },
     Tokens(Vec<TokenId>),
     Chat(Box<ChatRequest>),
 }
@@ -89,7 +93,7 @@ pub fn prompt_bytes(request: &v1::GenerateRequest) -> usize {
 /// The same of a conversation.
 pub fn chat_bytes(chat: &v1::Chat) -> usize {
     let messages = chat.messages.iter().map(|message| message.json.len());
-    messages.sum::<usize>() + chat.tools_json.len()
+    messages.sum::<usize>() + chat.tools_json.len() + chat.chat_template_kwargs_json.len()
 }
 
 /// The prompt of a request, not yet tokens. As much work as the prompt is long.
@@ -98,19 +102,35 @@ pub fn chat_bytes(chat: &v1::Chat) -> usize {
 /// [`ErrorKind::Invalid`] naming `prompt` or a message.
 pub fn prompt(request: v1::GenerateRequest, created: i64) -> Result<Prompt, Error> {
     use v1::generate_request::Prompt as Wire;
+    let allowed = request.allow_special_tokens;
     match request.prompt {
         None => Err(Error::invalid("prompt", "missing")),
-        Some(Wire::Text(text)) => Ok(Prompt::Text(text)),
+        Some(Wire::Text(text)) => Ok(Prompt::Text {
+            text,
+            allow_special_tokens: allowed.unwrap_or(RAW_ALLOWS_SPECIAL_TOKENS),
+        }),
+        Some(Wire::TokenIds(_)) if allowed == Some(false) => {
+            let message = "must be true beside token ids, which are taken as they are";
+            Err(Error::invalid("allow_special_tokens", message))
+        }
         Some(Wire::TokenIds(tokens)) => Ok(Prompt::Tokens(tokens.ids)),
-        Some(Wire::Chat(chat)) => chat_prompt(&chat, created),
+        Some(Wire::Chat(chat)) => chat_prompt(&chat, created, allowed.unwrap_or(false)),
     }
 }
+
+/// Whether a text without a chat template gives control tokens where the request does
+/// not say: clients render their own chats this way.
+pub const RAW_ALLOWS_SPECIAL_TOKENS: bool = true;
 
 /// A conversation, not yet rendered.
 ///
 /// # Errors
-/// [`ErrorKind::Invalid`] naming `messages` or `tools`.
-pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
+/// [`ErrorKind::Invalid`] naming `messages`, `tools` or `chat_template_kwargs`.
+pub fn chat_prompt(
+    chat: &v1::Chat,
+    created: i64,
+    allow_special_tokens: bool,
+) -> Result<Prompt, Error> {
     if chat.messages.is_empty() {
         return Err(Error::invalid("messages", "must not be empty"));
     }
@@ -120,8 +140,7 @@ pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
         return Err(Error::invalid("messages", message));
     }
     let json = |field: String, text: &str| {
-        serde_json::from_str::<serde_json::Value>(text)
-            .map_err(|error| Error::invalid(field, format!("invalid JSON: {error}")))
+        Json::parse(text).map_err(|error| Error::invalid(field, format!("invalid JSON: {error}")))
     };
     let messages = chat
         .messages
@@ -132,17 +151,44 @@ pub fn chat_prompt(chat: &v1::Chat, created: i64) -> Result<Prompt, Error> {
     let tools = match chat.tools_json.as_str() {
         "" => Vec::new(),
         text => match json("tools".to_owned(), text)? {
-            serde_json::Value::Array(tools) => tools,
+            Json::Array(tools) => tools,
             _ => return Err(Error::invalid("tools", "must be an array")),
         },
     };
+    let extra = template_kwargs(&chat.chat_template_kwargs_json)?;
+    let open = chat.continue_final_message;
     Ok(Prompt::Chat(Box::new(ChatRequest {
         messages,
         tools,
-        add_generation_prompt: chat.add_generation_prompt.unwrap_or(true),
+        add_generation_prompt: chat.add_generation_prompt.unwrap_or(!open),
+        continue_final_message: open,
+        allow_special_tokens,
         now: created,
+        extra,
         ..ChatRequest::default()
     })))
+}
+
+/// More variables for the chat template.
+fn template_kwargs(text: &str) -> Result<JsonObject, Error> {
+    let invalid = |message: String| Error::invalid("chat_template_kwargs", message);
+    let max = limits::CHAT_TEMPLATE_KWARGS_BYTES_MAX;
+    if text.len() > max {
+        return Err(invalid(format!("{} bytes, at most {max}", text.len())));
+    }
+    let kwargs = match text {
+        "" => return Ok(JsonObject::new()),
+        text => Json::parse(text).map_err(|error| invalid(format!("invalid JSON: {error}")))?,
+    };
+    let max = limits::CHAT_TEMPLATE_KWARGS_MAX;
+    match kwargs {
+        Json::Object(kwargs) if kwargs.len() > max => Err(invalid(format!(
+            "{} variables, at most {max}",
+            kwargs.len()
+        ))),
+        Json::Object(kwargs) => Ok(kwargs),
+        _ => Err(invalid("must be an object".to_owned())),
+    }
 }
 
 impl Prompt {
@@ -153,14 +199,17 @@ impl Prompt {
     /// [`ErrorKind::Invalid`] naming the field; an empty prompt has the reason `EMPTY_PROMPT`.
     pub fn encode(self, tokenizer: &Tokenizer, context_max: u32) -> Result<Vec<TokenId>, Error> {
         let (field, ids) = match self {
-            Self::Text(text) => {
-                let ids = encode(
-                    tokenizer,
-                    &text,
-                    EncodeOptions::PROMPT,
-                    "prompt",
-                    context_max,
-                );
+            Self::Text {
+                text,
+                allow_special_tokens,
+            } => {
+                let options = EncodeOptions {
+                    parse_special: allow_special_tokens,
+                    ..EncodeOptions::PROMPT
+                };
+                let ids = encode(tokenizer, &text, "prompt", context_max, |max| {
+                    tokenizer.encode_within(&text, options, max)
+                });
                 ("prompt", ids?)
             }
             Self::Tokens(ids) => {
@@ -172,11 +221,12 @@ impl Prompt {
                 ("prompt", ids)
             }
             Self::Chat(chat) => {
-                let text = tokenizer
+                let rendered = tokenizer
                     .render_chat(&chat)
                     .map_err(|error| tokenizer_error("messages", &error))?;
-                let options = EncodeOptions::RENDERED_CHAT;
-                let ids = encode(tokenizer, &text, options, "messages", context_max);
+                let ids = encode(tokenizer, &rendered, "messages", context_max, |max| {
+                    tokenizer.encode_chat(&rendered, max)
+                });
                 ("messages", ids?)
             }
         };
@@ -194,16 +244,16 @@ impl Prompt {
 fn encode(
     tokenizer: &Tokenizer,
     text: &str,
-    options: EncodeOptions,
     field: &str,
     context_max: u32,
+    encode_within: impl FnOnce(usize) -> Result<Vec<TokenId>, baton_tokenizer::Error>,
 ) -> Result<Vec<TokenId>, Error> {
     let max = (context_max as usize).saturating_mul(2);
     let fewest = tokenizer.fewest_tokens(text);
     let fewest = if fewest > context_max as usize {
         fewest
     } else {
-        match tokenizer.encode_within(text, options, max) {
+        match encode_within(max) {
             Err(baton_tokenizer::Error::TooManyTokens { max }) => max + 1,
             encoded => return encoded.map_err(|error| tokenizer_error(field, &error)),
         }
@@ -332,11 +382,25 @@ mod tests {
             tools_json: tools.to_owned(),
             ..v1::Chat::default()
         };
-        let field = |chat: v1::Chat| chat_prompt(&chat, 0).unwrap_err().field;
+        let field = |chat: v1::Chat| chat_prompt(&chat, 0, false).unwrap_err().field;
         assert_eq!(field(chat(&[], "")), "messages");
         assert_eq!(field(chat(&["{}", "{"], "")), "messages[1]");
         assert_eq!(field(chat(&["{}"], "{}")), "tools");
         assert_eq!(field(chat(&["{}"], "[")), "tools");
+        let many = (0..65).map(|index| format!("\"k{index}\": 0"));
+        let many = format!("{{{}}}", many.collect::<Vec<_>>().join(","));
+        for kwargs in [
+            "[]",
+            "{",
+            &many,
+            &format!("{{\"k\": \"{}\"}}", "x".repeat(64 << 10)),
+        ] {
+            let chat = v1::Chat {
+                chat_template_kwargs_json: kwargs.to_owned(),
+                ..chat(&["{}"], "")
+            };
+            assert_eq!(field(chat), "chat_template_kwargs", "{kwargs:.40}");
+        }
         assert_eq!(
             prompt(v1::GenerateRequest::default(), 0).unwrap_err().field,
             "prompt"

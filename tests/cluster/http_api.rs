@@ -12,6 +12,7 @@
 //! tls        both doors with certificates
 //! ```
 
+mod chats;
 mod endpoints;
 mod framing;
 mod logprobs;

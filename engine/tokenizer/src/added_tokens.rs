@@ -8,6 +8,7 @@ use aho_corasick::{AhoCorasick, MatchKind};
 use baton_proto::ids::TokenId;
 
 use crate::error::Error;
+use crate::rendered::{Marked, without};
 
 /// One part of a text: literal, or a token that was written out in it.
 #[derive(Debug, PartialEq, Eq)]
@@ -68,6 +69,29 @@ impl AddedTokens {
             visit(Segment::Text(&text[done..]))?;
         }
         Ok(())
+    }
+}
+
+impl AddedTokens {
+    /// The same for a rendered chat: control tokens without a mark in them are tokens,
+    /// and so are user-defined ones once the marks are taken out of the text.
+    pub(crate) fn split_marked(
+        &self,
+        marked: &Marked,
+        mut visit: impl FnMut(Segment<'_>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        let matcher = &self.user_and_control;
+        let found = matcher.automaton.iter();
+        let found = found.flat_map(|automaton| automaton.find_iter(&marked.text));
+        let mut done = 0;
+        for found in found.filter(|found| found.pattern().as_usize() >= self.user.ids.len()) {
+            let text = without(&marked.text[done..found.start()], marked.mark);
+            self.split(&text, false, &mut visit)?;
+            visit(Segment::Token(matcher.ids[found.pattern().as_usize()]))?;
+            done = found.end();
+        }
+        let text = without(&marked.text[done..], marked.mark);
+        self.split(&text, false, &mut visit)
     }
 }
 

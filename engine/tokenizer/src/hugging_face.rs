@@ -11,10 +11,12 @@ use std::sync::OnceLock;
 
 use baton_proto::ids::TokenId;
 use serde_json::Value;
+use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizer};
 
 use crate::byte_level;
 use crate::error::Error;
 use crate::reach::Reach;
+use crate::rendered::Marked;
 use crate::vocabulary::{Vocabulary, byte_token};
 
 /// Ids above this are taken for a damaged file: the table of bytes is dense.
@@ -37,12 +39,15 @@ pub(crate) struct HuggingFace {
 }
 
 impl HuggingFace {
-    pub(crate) fn from_json(json: &str) -> Result<Self, Error> {
+    /// `named` are ids that the model's files call BOS, EOS, unknown or padding: such
+    /// tokens are special also where `tokenizer.json` does not say so.
+    pub(crate) fn from_json(json: &str, named: &[TokenId]) -> Result<Self, Error> {
         let file: Value = serde_json::from_str(json).map_err(|error| Error::InvalidSpec {
             reason: format!("tokenizer.json: {error}"),
         })?;
         let decoder = ByteDecoder::from_json(&file["decoder"])?;
-        let parsing = parse(json)?;
+        let mut parsing = parse(json)?;
+        make_special(&mut parsing, named)?;
 
         let mut tokens: Vec<(u32, String)> = parsing
             .get_vocab(true)
@@ -108,6 +113,65 @@ impl HuggingFaceEncoder {
             })?;
         Ok(encoding.get_ids().to_vec())
     }
+}
+
+impl HuggingFaceEncoder {
+    /// The ids of a rendered chat, without the file's own post-processor. Whole tokens
+    /// are cut out of the marked text; the marks leave what remains before it is split.
+    pub(crate) fn encode_marked(&self, marked: &Marked) -> Result<Vec<TokenId>, Error> {
+        let failed = |error: tokenizers::Error| Error::Encode {
+            reason: error.to_string(),
+        };
+        let tokenizer = &self.parsing;
+        let added = tokenizer.get_added_vocabulary();
+        let mut text = added.extract_and_normalize(tokenizer.get_normalizer(), &marked.text);
+        let unmark = |text: &mut NormalizedString| {
+            text.filter(|c| c != marked.mark);
+            Ok(())
+        };
+        text.normalize(unmark).map_err(failed)?;
+        // A part that was nothing but marks.
+        let not_empty = |_, text: NormalizedString| Ok((!text.is_empty()).then_some(text));
+        text.split(not_empty).map_err(failed)?;
+        if let Some(pre_tokenizer) = tokenizer.get_pre_tokenizer() {
+            pre_tokenizer.pre_tokenize(&mut text).map_err(failed)?;
+        }
+        let model = tokenizer.get_model();
+        text.tokenize(|text| model.tokenize(text.get()))
+            .map_err(failed)?;
+        let splits = text.get_splits(OffsetReferential::Original, OffsetType::Byte);
+        let tokens = splits
+            .into_iter()
+            .filter_map(|(_, _, tokens)| tokens.as_ref());
+        Ok(tokens.flatten().map(|token| token.id).collect())
+    }
+
+    /// Spellings and ids of the tokens that are special.
+    pub(crate) fn special(&self) -> Vec<(String, TokenId)> {
+        let added = self.parsing.get_added_tokens_decoder().into_iter();
+        added
+            .filter(|(_, token)| token.special)
+            .map(|(id, token)| (token.content, id))
+            .collect()
+    }
+}
+
+/// Makes the added tokens of these ids special, whatever the file says of them.
+fn make_special(tokenizer: &mut tokenizers::Tokenizer, ids: &[TokenId]) -> Result<(), Error> {
+    let decoder = tokenizer.get_added_tokens_decoder();
+    let named = ids.iter().filter_map(|id| decoder.get(id));
+    let plain: Vec<_> = named
+        .filter(|token| !token.special)
+        .map(|token| token.clone().special(true))
+        .collect();
+    if !plain.is_empty() {
+        tokenizer
+            .add_special_tokens(plain)
+            .map_err(|error| Error::InvalidSpec {
+                reason: format!("tokenizer.json: {error}"),
+            })?;
+    }
+    Ok(())
 }
 
 fn parse(json: &str) -> Result<tokenizers::Tokenizer, Error> {

@@ -18,6 +18,10 @@ pub(crate) fn strftime(format: &str, unix_seconds: i64) -> Result<String, char> 
         if unpadded {
             directive = rest.next();
         }
+        // What `-` does to the others depends on the C library.
+        if let Some(other) = directive.filter(|c| unpadded && "fFTXRDxcZz".contains(*c)) {
+            return Err(other);
+        }
         let mut number = |value: i64, width: usize| {
             let width = if unpadded { 0 } else { width };
             out.push_str(&format!("{value:0width$}"));
@@ -35,6 +39,7 @@ pub(crate) fn strftime(format: &str, unix_seconds: i64) -> Result<String, char> 
             Some('w') => number(time.weekday, 1),
             Some('s') => number(unix_seconds, 1),
             Some('f') => out.push_str("000000"),
+            Some('e') if unpadded => number(time.day, 0),
             Some('e') => out.push_str(&format!("{:>2}", time.day)),
             Some('p') => out.push_str(if time.hour < 12 { "AM" } else { "PM" }),
             Some('B') => out.push_str(MONTHS[time.month as usize - 1]),
@@ -145,6 +150,8 @@ mod tests {
             "2024-12-31T23:59:59 366",
         );
         check("%a %y%%", -1, "Wed 69%");
+        check("%e|%-e|%-H", 0, " 1|1|0");
+        assert_eq!(strftime("%-f", 0), Err('f'));
         assert_eq!(strftime("%Q", 0), Err('Q'));
         assert_eq!(strftime("%", 0), Err('%'));
     }

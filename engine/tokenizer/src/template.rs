@@ -1,23 +1,21 @@
 //! A model's chat templates: Jinja as Hugging Face renders it, within bounds.
 //!
-//! The environment copies `transformers`: blocks are trimmed, Python's string and dict
-//! methods exist, `tojson` writes Python's JSON, `raise_exception` and `strftime_now`
-//! are there, `{% generation %}` marks nothing. Templates come from model files, so a
-//! render has a budget of work (fuel), of nesting and of output.
+//! Templates come from model files, so a render has a budget of work (fuel), of nesting
+//! and of output.
 
 use std::collections::BTreeMap;
-use std::io;
+use std::ops::RangeInclusive;
 
 use baton_proto::tokenizer_spec::ChatTemplate;
-use minijinja::syntax::SyntaxConfig;
-use minijinja::value::Serde;
-use minijinja::{Environment, ErrorKind, Value};
-use regex::Regex;
 
 use crate::chat::{self, ChatRequest};
+use crate::control_tokens::ControlTokens;
 use crate::error::Error;
-use crate::python_json;
-use crate::strftime::strftime;
+use crate::jinja::{self, Kind, Limits, Rendered, Template, Value};
+use crate::json::{Json, JsonObject};
+use crate::rendered::{Marked, RenderedChat};
+use crate::template_format::{Answers, Format};
+use crate::template_values::{list, value};
 use crate::tokenizer::TEXT_BYTES_MAX;
 
 /// Instructions, plus one per 64 bytes touched. Three thousand messages of eight
@@ -25,19 +23,11 @@ use crate::tokenizer::TEXT_BYTES_MAX;
 const FUEL: u64 = 2_000_000;
 /// Real templates are up to some tens of kilobytes.
 const SOURCE_BYTES_MAX: usize = 1 << 20;
-/// The engine counts 1 to 10 per nested call; recursive macros over tool schemas stay
-/// far below, and the stack of a 2 MiB thread holds it.
-const RECURSION_MAX: usize = 200;
-/// A template can nest a value once per two units of fuel, and dropping such a value
-/// takes at most 130 bytes of stack a level in an optimised build, 1 kB in others. This
-/// is four times (twice) that; pages that are not touched cost nothing.
-const STACK_BYTES: usize = if cfg!(debug_assertions) {
-    2 << 30
-} else {
-    512 << 20
-};
+/// The interpreter nests at most 2,000 levels, each of some kilobytes of stack in a build
+/// that is not optimised. Pages that are not touched cost nothing.
+const STACK_BYTES: usize = 256 << 20;
 /// Variables that a request cannot replace.
-const RESERVED: [&str; 11] = [
+const RESERVED: [&str; 14] = [
     "messages",
     "tools",
     "documents",
@@ -46,50 +36,54 @@ const RESERVED: [&str; 11] = [
     "bos_token",
     "eos_token",
     "unk_token",
+    "sep_token",
     "pad_token",
+    "cls_token",
+    "mask_token",
     "raise_exception",
     "strftime_now",
 ];
 
 /// The templates of one model.
 pub(crate) struct Templates {
-    environment: Environment<'static>,
-    /// Name and, where it does not parse, why.
-    entries: Vec<(String, Result<(), Error>)>,
+    entries: Vec<Entry>,
     /// `bos_token` and the like; a model without one leaves it undefined.
-    token_texts: Vec<(&'static str, String)>,
+    token_texts: Vec<(String, String)>,
+    control: ControlTokens,
 }
 
-/// Marks an error as the template's own words.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct Raised(String);
+struct Entry {
+    name: String,
+    /// Or why it does not parse.
+    template: Result<Template, Error>,
+    answers: Answers,
+}
+
+/// What a template is rendered with.
+struct Variables<'a> {
+    messages: &'a [Json],
+    tools: &'a [Json],
+    documents: &'a [Json],
+    add_generation_prompt: bool,
+    now: i64,
+    extra: &'a JsonObject,
+}
 
 impl Templates {
     pub(crate) fn new(
         templates: &[ChatTemplate],
-        token_texts: Vec<(&'static str, String)>,
+        token_texts: Vec<(String, String)>,
+        control: ControlTokens,
     ) -> Self {
-        let mut environment = environment();
-        let mut entries: Vec<(String, Result<(), Error>)> = Vec::new();
-        for template in templates {
-            let added = check_source(&template.source)
-                .and_then(|()| {
-                    let source = without_generation(&template.source);
-                    environment
-                        .add_template_owned(template.name.clone(), source)
-                        .map_err(|error| describe(&error))
-                })
-                .map_err(|message| Error::TemplateSyntax {
-                    name: template.name.clone(),
-                    message,
-                });
-            entries.push((template.name.clone(), added));
-        }
+        let entry = |template: &ChatTemplate| Entry {
+            name: template.name.clone(),
+            template: parse(template),
+            answers: Answers::default(),
+        };
         Self {
-            environment,
-            entries,
+            entries: templates.iter().map(entry).collect(),
             token_texts,
+            control,
         }
     }
 
@@ -100,12 +94,12 @@ impl Templates {
     pub(crate) fn first_error(&self) -> Option<&Error> {
         self.entries
             .iter()
-            .find_map(|(_, parsed)| parsed.as_ref().err())
+            .find_map(|entry| entry.template.as_ref().err())
     }
 
-    pub(crate) fn render(&self, chat: &ChatRequest) -> Result<String, Error> {
-        let name = self.choose(chat)?;
-        let messages = chat.normalised()?;
+    pub(crate) fn render(&self, chat: &ChatRequest) -> Result<RenderedChat, Error> {
+        let (template, answers) = self.choose(chat)?;
+        let messages = chat.checked()?;
         if chat.continue_final_message && chat.add_generation_prompt {
             return Err(chat::invalid(
                 "continue_final_message",
@@ -118,113 +112,163 @@ impl Templates {
                 "is set by the server",
             ));
         }
-        let mut text = on_own_stack(|| self.run(name, chat, &messages))?;
-        chat::check_complete(&chat::expected(&messages, &chat.tools), &text)?;
-        if chat.continue_final_message {
-            let last = messages
-                .last()
-                .and_then(|message| message["content"].as_str());
-            cut_after(&mut text, last.unwrap_or_default())?;
+        let try_messages = |messages: Vec<Json>| {
+            let variables = Variables {
+                messages: &messages,
+                tools: &[],
+                documents: &[],
+                add_generation_prompt: false,
+                now: chat.now,
+                extra: &JsonObject::new(),
+            };
+            Ok(self.run(template, &variables)?.text)
+        };
+        let format = Format {
+            answers,
+            render: &try_messages,
+        };
+        let shape = |only_objects: bool| -> Vec<Json> {
+            let messages = messages.iter();
+            messages
+                .map(|message| message.shaped(&format, only_objects))
+                .collect()
+        };
+        let rendered = self.render_shaped(template, chat, shape(false));
+        match rendered {
+            // Arguments that are no object, and a template that knows objects only.
+            Err(Error::TemplateFailed { .. })
+                if messages.iter().any(chat::Message::has_text_arguments) =>
+            {
+                self.render_shaped(template, chat, shape(true))
+            }
+            rendered => rendered,
         }
-        Ok(text)
     }
 
-    fn run(
+    fn render_shaped(
         &self,
-        name: &str,
+        template: &Template,
         chat: &ChatRequest,
-        messages: &[serde_json::Value],
-    ) -> Result<String, Error> {
-        let mut output = Bounded(Vec::new());
-        let template = self
-            .environment
-            .get_template(name)
-            .map_err(|error| failed(&error))?;
-        let rendered = template
-            .render_captured_to(self.context(chat, messages), &mut output)
-            .map(|_| ())
-            .map_err(|error| failed(&error));
-        if output.0.len() > TEXT_BYTES_MAX {
-            return Err(Error::RenderTooLong {
-                max: TEXT_BYTES_MAX,
-            });
+        mut messages: Vec<Json>,
+    ) -> Result<RenderedChat, Error> {
+        let expected = chat::expected(&messages, &chat.tools);
+        let run = |messages: &[Json]| {
+            let variables = Variables {
+                messages,
+                tools: &chat.tools,
+                documents: &chat.documents,
+                add_generation_prompt: chat.add_generation_prompt,
+                now: chat.now,
+                extra: &chat.extra,
+            };
+            self.run(template, &variables)
+        };
+        let Rendered {
+            mut text,
+            mut given,
+        } = run(&messages)?;
+        chat::check_complete(&expected, &text)?;
+        if chat.continue_final_message {
+            let end = self.unused(&text)?;
+            leave_open(&mut messages, end)?;
+            Rendered { text, given } = run(&messages)?;
+            cut_at(&mut text, end)?;
         }
-        rendered?;
-        String::from_utf8(output.0).map_err(|_| Error::TemplateFailed {
-            message: "the output is no UTF-8".to_owned(),
+        if chat.allow_special_tokens {
+            return Ok(RenderedChat::new(text, None));
+        }
+        let marks = self.control.marks(&text, &given).map_err(|token| {
+            let reason = format!("contains `{token}`, a control token; see `allow_special_tokens`");
+            chat::invalid("messages", &reason)
+        })?;
+        let marked = match marks.is_empty() {
+            true => None,
+            false => Some(Marked::new(&text, &marks, self.unused(&text)?)),
+        };
+        Ok(RenderedChat::new(text, marked))
+    }
+
+    /// A character that is neither in `text` nor in a control token.
+    fn unused(&self, text: &str) -> Result<char, Error> {
+        CANDIDATES
+            .into_iter()
+            .find(|c| !text.contains(*c) && !self.control.uses(*c))
+            .ok_or_else(|| {
+                let reason = "have every Byzantine musical symbol, one must be left for the server";
+                chat::invalid("messages", reason)
+            })
+    }
+
+    fn run(&self, template: &Template, variables: &Variables<'_>) -> Result<Rendered, Error> {
+        on_own_stack(|| {
+            let limits = Limits {
+                fuel: FUEL,
+                output_bytes_max: TEXT_BYTES_MAX,
+                now: variables.now,
+            };
+            let variables = self.context(variables).map_err(failed)?;
+            template.render(variables, &limits).map_err(failed)
         })
     }
 
     /// Never falls back to a template that the model does not have.
-    fn choose<'a>(&'a self, chat: &'a ChatRequest) -> Result<&'a str, Error> {
+    fn choose(&self, chat: &ChatRequest) -> Result<(&Template, &Answers), Error> {
         if self.entries.is_empty() {
             return Err(Error::NoChatTemplate);
         }
-        let find = |name: &str| self.entries.iter().find(|(entry, _)| entry == name);
+        let find = |name: &str| self.entries.iter().find(|entry| entry.name == name);
         let entry = match &chat.template {
             Some(name) => find(name),
             None if !chat.tools.is_empty() => find("tool_use").or_else(|| find("default")),
             None => find("default"),
         };
         match entry {
-            Some((name, Ok(()))) => Ok(name),
-            Some((_, Err(error))) => Err(error.clone()),
+            Some(entry) => match &entry.template {
+                Ok(template) => Ok((template, &entry.answers)),
+                Err(error) => Err(error.clone()),
+            },
             None => Err(Error::UnknownTemplate {
                 name: chat.template.clone().unwrap_or("default".to_owned()),
                 available: self
                     .entries
                     .iter()
-                    .map(|(name, _)| name.as_str())
+                    .map(|entry| entry.name.as_str())
                     .collect::<Vec<_>>()
                     .join(", "),
             }),
         }
     }
 
-    fn context(&self, chat: &ChatRequest, messages: &[serde_json::Value]) -> Value {
-        let or_none = |list: &[serde_json::Value]| {
-            if list.is_empty() {
-                Value::from(())
-            } else {
-                Value::from(Serde(list))
-            }
+    fn context(&self, variables: &Variables<'_>) -> Result<BTreeMap<String, Value>, jinja::Error> {
+        let or_none = |items: &[Json]| match items {
+            [] => Ok(Value::None),
+            items => list(items),
         };
-        let now = chat.now;
-        let strftime_now = move |format: String| {
-            strftime(&format, now).map_err(|directive| {
-                minijinja::Error::new(
-                    ErrorKind::InvalidOperation,
-                    format!("strftime_now: unknown directive `%{directive}`"),
-                )
-            })
-        };
-        let mut variables = vec![
-            ("messages".to_owned(), Value::from(Serde(messages))),
-            ("tools".to_owned(), or_none(&chat.tools)),
-            ("documents".to_owned(), or_none(&chat.documents)),
+        let mut all = BTreeMap::from([
+            ("messages".to_owned(), list(variables.messages)?),
+            ("tools".to_owned(), or_none(variables.tools)?),
+            ("documents".to_owned(), or_none(variables.documents)?),
             (
                 "add_generation_prompt".to_owned(),
-                Value::from(chat.add_generation_prompt),
+                Value::Bool(variables.add_generation_prompt),
             ),
-            (
-                "strftime_now".to_owned(),
-                Value::from_function(strftime_now),
-            ),
-        ];
+        ]);
         for (name, text) in &self.token_texts {
-            variables.push(((*name).to_owned(), Value::from(text.as_str())));
+            all.insert(name.clone(), Value::str(text.as_str()));
         }
-        for (name, value) in &chat.extra {
-            variables.push((name.clone(), Value::from(Serde(value))));
+        for (name, json) in variables.extra {
+            all.insert(name.clone(), value(json)?);
         }
-        Value::from(variables.into_iter().collect::<BTreeMap<_, _>>())
+        Ok(all)
     }
 }
 
-/// Runs a render on a thread of its own. A template can nest a list in a list once per
-/// few instructions, and dropping or comparing such a value recurses: the stack must
-/// hold as many levels as the fuel buys. Pages that are not touched cost nothing.
-fn on_own_stack(render: impl FnOnce() -> Result<String, Error> + Send) -> Result<String, Error> {
+/// Characters that mark: symbols of old music. No normalizer changes, splits at or strips
+/// them, and letters beside them are still beside no letter.
+const CANDIDATES: RangeInclusive<char> = '\u{1d000}'..='\u{1d0f5}';
+
+/// Parses or renders on a thread of its own, whose stack holds the nesting that is allowed.
+fn on_own_stack<T: Send>(run: impl FnOnce() -> Result<T, Error> + Send) -> Result<T, Error> {
     let failed = |message: &str| Error::TemplateFailed {
         message: message.to_owned(),
     };
@@ -232,121 +276,82 @@ fn on_own_stack(render: impl FnOnce() -> Result<String, Error> + Send) -> Result
         std::thread::Builder::new()
             .name("chat-template".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn_scoped(scope, render)
+            .spawn_scoped(scope, run)
             .map_err(|error| failed(&format!("start thread: {error}")))?
             .join()
             .unwrap_or_else(|_| Err(failed("the template engine panicked")))
     })
 }
 
-fn environment() -> Environment<'static> {
-    let mut environment = Environment::new();
-    let syntax = SyntaxConfig::builder()
-        .trim_blocks(true)
-        .lstrip_blocks(true)
-        .build()
-        .expect("only the default delimiters are used");
-    environment.set_syntax(syntax);
-    environment.set_fuel(Some(FUEL));
-    environment.set_recursion_limit(RECURSION_MAX);
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-    environment.add_filter("tojson", python_json::tojson);
-    environment.add_function("raise_exception", raise_exception);
-    environment
-}
-
-fn raise_exception(message: String) -> Result<Value, minijinja::Error> {
-    Err(
-        minijinja::Error::new(ErrorKind::InvalidOperation, message.clone())
-            .with_source(Raised(message)),
-    )
-}
-
-/// Refuses sources that are too long.
-fn check_source(source: &str) -> Result<(), String> {
-    if source.len() > SOURCE_BYTES_MAX {
-        return Err(format!("longer than {SOURCE_BYTES_MAX} bytes"));
+fn parse(template: &ChatTemplate) -> Result<Template, Error> {
+    let name = template.name.clone();
+    if template.source.len() > SOURCE_BYTES_MAX {
+        return Err(Error::TemplateSyntax {
+            name,
+            message: format!("longer than {SOURCE_BYTES_MAX} bytes"),
+        });
     }
+    on_own_stack(|| {
+        Template::parse(&template.source).map_err(|error| Error::TemplateSyntax {
+            name,
+            message: format!("{} (line {})", error.message, error.line),
+        })
+    })
+}
+
+/// Puts a tag behind the last message's text, as `transformers` does, to find where that
+/// text ends in the prompt. The blank behind it tells whether the template trims.
+fn leave_open(messages: &mut [Json], tag: char) -> Result<(), Error> {
+    let content = match messages.last_mut() {
+        Some(Json::Object(message)) => message.get_mut("content"),
+        _ => None,
+    };
+    let text = match content {
+        Some(Json::String(text)) => Some(text),
+        Some(Json::Array(parts)) => match parts.last_mut() {
+            Some(Json::Object(part)) => match part.get_mut("text") {
+                Some(Json::String(text)) => Some(text),
+                _ => None,
+            },
+            _ => None,
+        },
+        _ => None,
+    };
+    let Some(text) = text else {
+        let reason = "the last message has no text to go on with";
+        return Err(chat::invalid("continue_final_message", reason));
+    };
+    text.push(tag);
+    text.push(' ');
     Ok(())
 }
 
-/// `{% generation %}` marks the assistant's text for training. A block that is always
-/// taken trims blanks in the same way.
-fn without_generation(source: &str) -> String {
-    let tag =
-        Regex::new(r"(\{%[-+]?\s*)(end)?generation(\s*[-+]?%\})").expect("the pattern is constant");
-    tag.replace_all(source, |found: &regex::Captures<'_>| {
-        let block = if found.get(2).is_some() {
-            "endif"
-        } else {
-            "if true"
-        };
-        format!("{}{block}{}", &found[1], &found[3])
-    })
-    .into_owned()
-}
-
-/// The end of `transformers`' `continue_final_message`: the prompt ends where the last
-/// message's text ends.
-fn cut_after(text: &mut String, last: &str) -> Result<(), Error> {
-    let trimmed = last.trim();
-    let at = text.rfind(trimmed).filter(|_| !trimmed.is_empty());
-    let Some(at) = at else {
+/// Ends the prompt where the last message's text ends.
+fn cut_at(text: &mut String, tag: char) -> Result<(), Error> {
+    let Some(at) = text.rfind(tag) else {
         return Err(chat::invalid(
             "continue_final_message",
             "the last message's text is not in the rendered prompt",
         ));
     };
-    let untrimmed = last.trim_start();
-    let kept = if text[at..].starts_with(untrimmed) {
-        untrimmed
-    } else {
-        trimmed
-    };
-    text.truncate(at + kept.len());
+    let trims = text[at..].chars().nth(1) != Some(' ');
+    text.truncate(at);
+    if trims {
+        text.truncate(text.trim_end().len());
+    }
     Ok(())
 }
 
-fn failed(error: &minijinja::Error) -> Error {
-    let mut source: Option<&dyn std::error::Error> = Some(error);
-    while let Some(current) = source {
-        if let Some(Raised(message)) = current.downcast_ref::<Raised>() {
-            return Error::TemplateRaised {
-                message: message.clone(),
-            };
-        }
-        source = current.source();
-    }
-    Error::TemplateFailed {
-        message: describe(error),
-    }
-}
-
-/// One line: what and where, without the engine's excerpt of the template.
-fn describe(error: &minijinja::Error) -> String {
-    let what = match error.detail() {
-        Some(detail) => detail.to_owned(),
-        None => error.kind().to_string(),
-    };
-    match error.line() {
-        Some(line) => format!("{what} (line {line})"),
-        None => what,
-    }
-}
-
-/// Refuses to grow past the limit by more than one write.
-struct Bounded(Vec<u8>);
-
-impl io::Write for Bounded {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        self.0.extend_from_slice(bytes);
-        if self.0.len() > TEXT_BYTES_MAX {
-            return Err(io::Error::other("rendered chat is too long"));
-        }
-        Ok(bytes.len())
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
+fn failed(error: jinja::Error) -> Error {
+    match error.kind {
+        Kind::Raised => Error::TemplateRaised {
+            message: error.message,
+        },
+        Kind::TooLong => Error::RenderTooLong {
+            max: TEXT_BYTES_MAX,
+        },
+        Kind::Failed | Kind::Unsupported | Kind::Limit => Error::TemplateFailed {
+            message: error.to_string(),
+        },
     }
 }

@@ -9,10 +9,12 @@ use baton_proto::tokenizer_spec::{TokenKind, TokenizerModel, TokenizerSpec};
 use crate::added_tokens::{AddedTokens, Segment};
 use crate::byte_level::{self, ByteLevelEncoder};
 use crate::chat::ChatRequest;
+use crate::control_tokens::ControlTokens;
 use crate::error::Error;
 use crate::hugging_face::{HuggingFace, HuggingFaceEncoder};
 use crate::merge::Merger;
 use crate::reach::Reach;
+use crate::rendered::RenderedChat;
 use crate::sentence_piece::{BLANK, SentencePieceEncoder};
 use crate::special::{Specials, Symbol};
 use crate::template::Templates;
@@ -40,8 +42,9 @@ impl EncodeOptions {
         add_special: true,
         parse_special: true,
     };
-    /// The output of [`Tokenizer::render_chat`].
-    pub const RENDERED_CHAT: Self = Self {
+    /// Text whose author may write control tokens: a template, not a user of one. Rendered
+    /// chats are for [`Tokenizer::encode_chat`].
+    pub const TRUSTED: Self = Self {
         add_special: false,
         parse_special: true,
     };
@@ -98,12 +101,27 @@ impl Tokenizer {
         // As the tokens are spelled, which is never shorter than what they stand for.
         let spelled = spec.tokens.iter().map(|token| token.text.len()).max();
         let spelled = spelled.unwrap_or(0);
+        let named = named_ids(spec);
+        let is_control = |id: TokenId, kind: TokenKind| {
+            is_hidden(kind) || (kind == TokenKind::UserDefined && named.contains(&id))
+        };
+        let spelled_tokens = || (0..).zip(&spec.tokens);
+        let mut control: Vec<(String, TokenId)> = spelled_tokens()
+            .filter(|(id, token)| is_control(*id, token.kind))
+            .map(|(id, token)| (token.text.clone(), id))
+            .collect();
+        let text_tokens: Vec<(String, TokenId)> = spelled_tokens()
+            .filter(|(id, token)| {
+                token.kind == TokenKind::UserDefined && !is_control(*id, token.kind)
+            })
+            .map(|(id, token)| (token.text.clone(), id))
+            .collect();
         let (encoder, mut vocabulary, strip_blanks, reach) = match &spec.model {
             TokenizerModel::ByteLevelBpe { merges, pre } => {
                 let encoder = ByteLevelEncoder::new(&spec.tokens, merges, pre, spec.unknown)?;
                 let reach = Reach::of(spelled, encoder.normalises());
                 let encoder = Encoder::ByteLevel {
-                    added: added_tokens(spec, |text| text.to_owned())?,
+                    added: AddedTokens::new(text_tokens.clone(), control.clone())?,
                     encoder: Box::new(encoder),
                 };
                 (encoder, byte_level_vocabulary(spec), 0, Some(reach))
@@ -112,9 +130,10 @@ impl Tokenizer {
                 let encoder =
                     SentencePieceEncoder::new(&spec.tokens, *add_space_prefix, spec.unknown)?;
                 let encoder = Encoder::SentencePiece {
-                    added: added_tokens(spec, unescape)?,
+                    added: AddedTokens::new(unescaped(&text_tokens), unescaped(&control))?,
                     encoder: Box::new(encoder),
                 };
+                control = unescaped(&control);
                 let strip_blanks = usize::from(*add_space_prefix);
                 // An unknown token stands for one character.
                 let reach = Reach::of(spelled.max(4), false);
@@ -131,7 +150,8 @@ impl Tokenizer {
                     mut vocabulary,
                     strip_blanks,
                     reach,
-                } = HuggingFace::from_json(json)?;
+                } = HuggingFace::from_json(json, &named)?;
+                control = encoder.special();
                 for (id, token) in (0..).zip(&spec.tokens) {
                     if is_hidden(token.kind) {
                         vocabulary.mark_special(id);
@@ -157,17 +177,26 @@ impl Tokenizer {
             vocabulary.mark_special(id);
         }
         let text = |id: TokenId| String::from_utf8_lossy(vocabulary.bytes(id)).into_owned();
-        let names = [
-            ("bos_token", spec.bos),
-            ("eos_token", spec.eos.first().copied()),
-            ("unk_token", spec.unknown),
-            ("pad_token", spec.padding),
-        ]
-        .into_iter()
-        .filter_map(|(name, id)| Some((name, text(id?))))
-        .collect();
+        let names = match &spec.template_tokens {
+            Some(tokens) => tokens
+                .iter()
+                .map(|(name, text)| (name.clone(), text.clone()))
+                .collect(),
+            // From a worker that does not say what its files say.
+            None => [
+                ("bos_token", spec.bos),
+                ("eos_token", spec.eos.first().copied()),
+                ("unk_token", spec.unknown),
+                ("pad_token", spec.padding),
+            ]
+            .into_iter()
+            .filter_map(|(name, id)| Some((name.to_owned(), text(id?))))
+            .collect(),
+        };
+        let spellings = control.into_iter().map(|(text, _)| text).collect();
+        let control = ControlTokens::new(spellings)?;
         Ok(Self {
-            templates: Templates::new(&spec.chat_templates, names),
+            templates: Templates::new(&spec.chat_templates, names, control),
             encoder,
             specials: Specials::new(&vocabulary)?,
             vocabulary,
@@ -241,6 +270,48 @@ impl Tokenizer {
             return Err(Error::TooManyTokens { max });
         }
         Ok(ids)
+    }
+
+    /// The ids of a rendered conversation. The template's own control tokens become
+    /// tokens; those that the request spells stay text, unless it allowed them.
+    ///
+    /// *Errors*: as [`Self::encode_within`].
+    pub fn encode_chat(&self, chat: &RenderedChat, max: usize) -> Result<Vec<TokenId>, Error> {
+        let Some(marked) = chat.marked() else {
+            return self.encode_within(chat, EncodeOptions::TRUSTED, max);
+        };
+        let mut ids = Vec::with_capacity((chat.len() / 3 + 2).min(max.saturating_add(2)));
+        let mut merger = Merger::default();
+        match &self.encoder {
+            Encoder::ByteLevel { added, encoder } => {
+                added.split_marked(marked, |segment| match segment {
+                    Segment::Token(id) => {
+                        ids.push(id);
+                        Ok(())
+                    }
+                    Segment::Text(text) => encoder.encode(text, max, &mut merger, &mut ids),
+                })?;
+            }
+            Encoder::SentencePiece { added, encoder } => {
+                let mut at_border = true;
+                added.split_marked(marked, |segment| match segment {
+                    Segment::Token(id) => {
+                        at_border = true;
+                        ids.push(id);
+                        Ok(())
+                    }
+                    Segment::Text(text) => {
+                        let border = std::mem::replace(&mut at_border, false);
+                        encoder.encode(text, border, &mut merger, &mut ids)
+                    }
+                })?;
+            }
+            Encoder::HuggingFace(encoder) => ids = encoder.encode_marked(marked)?,
+        }
+        match ids.len() > max {
+            true => Err(Error::TooManyTokens { max }),
+            false => Ok(ids),
+        }
     }
 
     /// A number of tokens that no encoding of `text` is shorter than, found without
@@ -322,15 +393,14 @@ impl Tokenizer {
         self.templates.first_error()
     }
 
-    /// Renders a conversation to a prompt; encode it with
-    /// [`EncodeOptions::RENDERED_CHAT`].
+    /// Renders a conversation to a prompt; encode it with [`Self::encode_chat`].
     ///
     /// *Errors*: [`Error::NoChatTemplate`], [`Error::UnknownTemplate`],
     /// [`Error::TemplateSyntax`] (found in [`Self::from_spec`]),
     /// [`Error::TemplateRaised`] with the template's own message,
     /// [`Error::InvalidChat`] naming the field. Nothing is ever dropped silently: a
     /// message that the template leaves out is an [`Error::InvalidChat`].
-    pub fn render_chat(&self, chat: &ChatRequest) -> Result<String, Error> {
+    pub fn render_chat(&self, chat: &ChatRequest) -> Result<RenderedChat, Error> {
         self.templates.render(chat)
     }
 
@@ -382,19 +452,16 @@ fn unescape(text: &str) -> String {
     text.replace(BLANK, " ")
 }
 
-/// The tokens that are matched whole, as user text spells them.
-fn added_tokens(
-    spec: &TokenizerSpec,
-    spelled: impl Fn(&str) -> String,
-) -> Result<AddedTokens, Error> {
-    let of = |wanted: &dyn Fn(TokenKind) -> bool| {
-        (0..)
-            .zip(&spec.tokens)
-            .filter(|(_, token)| wanted(token.kind))
-            .map(|(id, token)| (spelled(&token.text), id))
-            .collect()
-    };
-    AddedTokens::new(of(&|kind| kind == TokenKind::UserDefined), of(&is_hidden))
+fn unescaped(tokens: &[(String, TokenId)]) -> Vec<(String, TokenId)> {
+    let tokens = tokens.iter();
+    tokens.map(|(text, id)| (unescape(text), *id)).collect()
+}
+
+/// The ids that the model's files name for a purpose.
+fn named_ids(spec: &TokenizerSpec) -> Vec<TokenId> {
+    let one = [spec.bos, spec.unknown, spec.padding];
+    let one = one.into_iter().flatten();
+    one.chain(spec.eos.iter().copied()).collect()
 }
 
 fn byte_level_vocabulary(spec: &TokenizerSpec) -> Vocabulary {

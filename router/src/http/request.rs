@@ -8,6 +8,7 @@ use std::collections::{BTreeMap, HashMap};
 use baton_proto::float_range::{self, FloatRange};
 use baton_proto::{Error, limits, v1};
 use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::number::{self, Whole};
 use super::wire;
@@ -91,8 +92,12 @@ impl Call {
             sampling.n,
             logprobs,
         )?;
-        let prompt =
-            v1::generate_request::Prompt::Chat(chat(body.messages, body.add_generation_prompt)?);
+        let prompt = v1::generate_request::Prompt::Chat(chat(Conversation {
+            messages: body.messages,
+            add_generation_prompt: body.add_generation_prompt,
+            continue_final_message: body.continue_final_message,
+            chat_template_kwargs: body.chat_template_kwargs,
+        })?);
         let request = v1::GenerateRequest {
             model: body.model.unwrap_or_default(),
             prompt: Some(prompt),
@@ -103,6 +108,7 @@ impl Call {
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
             priority: body.priority.map_or(0, |whole| whole.0),
+            allow_special_tokens: body.allow_special_tokens,
             resume: resume(body.resume, &shape, 1)?,
             ..v1::GenerateRequest::default()
         };
@@ -149,6 +155,7 @@ impl Call {
             use_cache: body.use_cache,
             slo: body.slo.map(wire::Slo::into_v1),
             priority: body.priority.map_or(0, |whole| whole.0),
+            allow_special_tokens: body.allow_special_tokens,
             resume: resume.clone(),
             ..v1::GenerateRequest::default()
         };
@@ -192,11 +199,17 @@ fn resume(
     }))
 }
 
-/// A conversation as the template gets it.
-pub(crate) fn chat(
-    messages: Vec<Value>,
+/// The fields of a conversation, which two bodies have.
+struct Conversation {
+    messages: Vec<Box<RawValue>>,
     add_generation_prompt: Option<bool>,
-) -> Result<v1::Chat, Error> {
+    continue_final_message: Option<bool>,
+    chat_template_kwargs: Option<Box<RawValue>>,
+}
+
+/// A conversation as the template gets it.
+fn chat(given: Conversation) -> Result<v1::Chat, Error> {
+    let messages = given.messages;
     if messages.is_empty() {
         return Err(Error::invalid(
             "messages",
@@ -216,13 +229,16 @@ pub(crate) fn chat(
     let messages = messages
         .iter()
         .map(|message| v1::ChatMessage {
-            json: message.to_string(),
+            json: message.get().to_owned(),
         })
         .collect();
+    let kwargs = given.chat_template_kwargs;
     Ok(v1::Chat {
         messages,
-        add_generation_prompt,
+        add_generation_prompt: given.add_generation_prompt,
         tools_json: String::new(),
+        continue_final_message: given.continue_final_message.unwrap_or(false),
+        chat_template_kwargs_json: kwargs.map(|json| json.get().to_owned()).unwrap_or_default(),
     })
 }
 
@@ -230,8 +246,30 @@ pub(crate) fn chat(
 pub(crate) fn tokenize(body: wire::Tokenize) -> Result<v1::TokenizeRequest, Error> {
     use v1::tokenize_request::Input;
     let input = match (body.prompt.or(body.text), body.messages) {
-        (Some(text), None) => Input::Text(text),
-        (None, Some(messages)) => Input::Chat(chat(messages, body.add_generation_prompt)?),
+        (Some(text), None) => {
+            for (field, present) in [
+                (
+                    "add_generation_prompt",
+                    body.add_generation_prompt.is_some(),
+                ),
+                (
+                    "continue_final_message",
+                    body.continue_final_message.is_some(),
+                ),
+                ("chat_template_kwargs", body.chat_template_kwargs.is_some()),
+            ] {
+                if present {
+                    return Err(Error::invalid(field, "needs `messages`"));
+                }
+            }
+            Input::Text(text)
+        }
+        (None, Some(messages)) => Input::Chat(chat(Conversation {
+            messages,
+            add_generation_prompt: body.add_generation_prompt,
+            continue_final_message: body.continue_final_message,
+            chat_template_kwargs: body.chat_template_kwargs,
+        })?),
         _ => {
             return Err(Error::invalid(
                 "prompt",
@@ -243,6 +281,7 @@ pub(crate) fn tokenize(body: wire::Tokenize) -> Result<v1::TokenizeRequest, Erro
         model: body.model.unwrap_or_default(),
         input: Some(input),
         add_special: body.add_special_tokens,
+        allow_special_tokens: body.allow_special_tokens,
     })
 }
 

@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use baton_proto::v1;
 use serde::Deserialize;
 use serde_json::Value;
+use serde_json::value::RawValue;
 
 use super::number::{Seed, Whole};
 
@@ -100,8 +101,12 @@ pub(crate) enum Prompt {
 #[serde(deny_unknown_fields)]
 pub(crate) struct ChatCompletion {
     pub(crate) model: Option<String>,
-    pub(crate) messages: Vec<Value>,
+    /// As the client wrote them, so that no number changes.
+    pub(crate) messages: Vec<Box<RawValue>>,
     pub(crate) add_generation_prompt: Option<bool>,
+    pub(crate) continue_final_message: Option<bool>,
+    pub(crate) chat_template_kwargs: Option<Box<RawValue>>,
+    pub(crate) allow_special_tokens: Option<bool>,
     pub(crate) logprobs: Option<bool>,
     pub(crate) top_logprobs: Option<Whole<u32>>,
     pub(crate) max_completion_tokens: Option<Whole<u32>>,
@@ -163,6 +168,7 @@ pub(crate) struct ChatCompletion {
 pub(crate) struct Completion {
     pub(crate) model: Option<String>,
     pub(crate) prompt: Option<Prompt>,
+    pub(crate) allow_special_tokens: Option<bool>,
     /// Alternatives beside each token; absent or null reports nothing.
     pub(crate) logprobs: Option<Whole<u32>>,
 
@@ -209,9 +215,12 @@ pub(crate) struct Tokenize {
     pub(crate) prompt: Option<String>,
     pub(crate) text: Option<String>,
     /// A conversation, rendered through the chat template.
-    pub(crate) messages: Option<Vec<Value>>,
+    pub(crate) messages: Option<Vec<Box<RawValue>>>,
     pub(crate) add_special_tokens: Option<bool>,
     pub(crate) add_generation_prompt: Option<bool>,
+    pub(crate) continue_final_message: Option<bool>,
+    pub(crate) chat_template_kwargs: Option<Box<RawValue>>,
+    pub(crate) allow_special_tokens: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]

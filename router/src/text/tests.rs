@@ -30,6 +30,7 @@ pub(crate) fn byte_tokenizer() -> Arc<Tokenizer> {
         add_bos: false,
         add_eos: false,
         chat_templates: Vec::new(),
+        template_tokens: None,
     };
     Arc::new(Tokenizer::from_spec(&spec).unwrap())
 }

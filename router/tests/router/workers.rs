@@ -142,6 +142,7 @@ pub fn tokenizer_json_with(change: impl FnOnce(&mut TokenizerSpec)) -> Vec<u8> {
             name: "default".into(),
             source: "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}".into(),
         }],
+        template_tokens: None,
     };
     change(&mut spec);
     serde_json::to_vec(&spec).unwrap()

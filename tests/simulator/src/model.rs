@@ -95,6 +95,7 @@ pub fn tokenizer_json() -> Arc<[u8]> {
         add_bos: false,
         add_eos: false,
         chat_templates: Vec::new(),
+        template_tokens: None,
     };
     serde_json::to_vec(&spec)
         .expect("plain structs always serialise")

@@ -20,6 +20,16 @@ use crate::model::warnings::Warnings;
 /// The largest known `tokenizer.json` (Gemma) has 33 MB.
 const TOKENIZER_BYTES_MAX: u64 = 256 << 20;
 const SMALL_FILE_BYTES_MAX: u64 = 32 << 20;
+/// The settings that are variables of chat templates.
+const TEMPLATE_TOKENS: [&str; 7] = [
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+];
 
 /// Reads the tokenizer of a model with `vocab` embedding rows; `config` is the
 /// folder's `config.json`.
@@ -89,8 +99,32 @@ pub(crate) fn read(
         unknown: named("unk_token"),
         padding: named("pad_token"),
         chat_templates: chat_templates(folder, &settings_path, &settings)?,
+        template_tokens: Some(template_tokens(folder, &settings)?),
         tokens,
     })
+}
+
+/// The variables that chat templates get for special tokens: what the tokenizer's settings
+/// name, and no others. Folders of an older format name them in a file of their own.
+fn template_tokens(
+    folder: &Path,
+    settings: &Map<String, Value>,
+) -> Result<BTreeMap<String, String>, Error> {
+    let older: Map<String, Value> = match settings.contains_key("added_tokens_decoder") {
+        true => Map::new(),
+        false => {
+            let path = folder.join("special_tokens_map.json");
+            files::read_json_if_there(&path, SMALL_FILE_BYTES_MAX)?.unwrap_or_default()
+        }
+    };
+    let text = |name: &str| {
+        let value = settings.get(name).or_else(|| older.get(name));
+        special_text(value).filter(|text| !text.is_empty())
+    };
+    let named = TEMPLATE_TOKENS.iter();
+    Ok(named
+        .filter_map(|name| Some(((*name).to_owned(), text(name)?.to_owned())))
+        .collect())
 }
 
 /// The vocabulary and the added tokens by id. Added tokens past the embedding matrix,

@@ -1,5 +1,7 @@
 //! [`TokenizerSpec`] from the metadata of a GGUF file.
 
+use std::collections::BTreeMap;
+
 use baton_proto::tokenizer_spec::{
     ChatTemplate, TokenEntry, TokenKind, TokenizerModel, TokenizerSpec,
 };
@@ -22,6 +24,18 @@ const END_KEYS: [&str; 3] = [
     "tokenizer.ggml.eos_token_id",
     "tokenizer.ggml.eot_token_id",
     "tokenizer.ggml.eom_token_id",
+];
+
+/// The variables of chat templates, and the metadata keys of their ids. The format itself
+/// spells `seperator` so.
+const TEMPLATE_TOKENS: [(&str, &str); 7] = [
+    ("bos_token", "tokenizer.ggml.bos_token_id"),
+    ("eos_token", "tokenizer.ggml.eos_token_id"),
+    ("unk_token", "tokenizer.ggml.unknown_token_id"),
+    ("sep_token", "tokenizer.ggml.seperator_token_id"),
+    ("pad_token", "tokenizer.ggml.padding_token_id"),
+    ("cls_token", "tokenizer.ggml.cls_token_id"),
+    ("mask_token", "tokenizer.ggml.mask_token_id"),
 ];
 
 /// Split rules whose models put BOS in front although the file need not say so.
@@ -130,6 +144,13 @@ pub(crate) fn read(
     };
     let unknown = id("tokenizer.ggml.unknown_token_id")?;
     let padding = id("tokenizer.ggml.padding_token_id")?;
+    let mut template_tokens = BTreeMap::new();
+    for (name, key) in TEMPLATE_TOKENS {
+        let id = gguf.unsigned(key)?.and_then(|id| usize::try_from(id).ok());
+        if let Some(text) = id.and_then(|id| texts.get(id)) {
+            template_tokens.insert(name.to_owned(), (*text).to_owned());
+        }
+    }
     Ok(TokenizerSpec {
         model,
         bos,
@@ -141,6 +162,7 @@ pub(crate) fn read(
             .boolean("tokenizer.ggml.add_eos_token")?
             .unwrap_or(false),
         chat_templates: chat_templates(gguf)?,
+        template_tokens: Some(template_tokens),
         tokens,
     })
 }

@@ -13,7 +13,7 @@ fn check_cases(tokenizer: &Tokenizer, section: &Value, what: &str) {
     for case in cases {
         let text = case[0].as_str().unwrap();
         let expect: Vec<u32> = serde_json::from_value(case[1].clone()).unwrap();
-        let options = EncodeOptions::RENDERED_CHAT;
+        let options = EncodeOptions::TRUSTED;
         let ids = tokenizer.encode(text, options).unwrap();
         assert_eq!(ids, expect, "{what}: {text:?}");
         let fewest = tokenizer.fewest_tokens(text);
@@ -55,7 +55,7 @@ fn byte_level_text_survives_a_round_trip() {
         &golden["byte_level"]["rules"][1],
     ));
     proptest!(|(text in "\\PC*|[\\s<|imstart>0-9'\u{301}🙂한]{0,40}")| {
-        for options in [EncodeOptions::RENDERED_CHAT, EncodeOptions::LITERAL] {
+        for options in [EncodeOptions::TRUSTED, EncodeOptions::LITERAL] {
             let ids = tokenizer.encode(&text, options).unwrap();
             prop_assert_eq!(&tokenizer.decode(&ids, false), &text);
             prop_assert!(tokenizer.fewest_tokens(&text) <= ids.len());
@@ -110,8 +110,8 @@ fn bos_and_eos_are_added_once_and_only_where_asked() {
     let word = specs::piece("▁a");
     assert_eq!(encode("a", EncodeOptions::PROMPT), [1, word, 2]);
     assert_eq!(encode("<s>a</s>", EncodeOptions::PROMPT), [1, word, 2]);
-    assert_eq!(encode("a", EncodeOptions::RENDERED_CHAT), [word]);
-    assert_eq!(encode("<s>a", EncodeOptions::RENDERED_CHAT), [1, word]);
+    assert_eq!(encode("a", EncodeOptions::TRUSTED), [word]);
+    assert_eq!(encode("<s>a", EncodeOptions::TRUSTED), [1, word]);
     assert_eq!(encode("", EncodeOptions::PROMPT), [1, 2]);
     // A model without BOS: the caller sees an empty prompt and refuses it.
     let without = build(&specs::bytes_only());
@@ -143,7 +143,7 @@ fn hugging_face_post_processor_adds_bos_and_it_is_not_doubled() {
     let tokenizer = build(&spec);
     let ids = tokenizer.encode("a", EncodeOptions::PROMPT).unwrap();
     assert_eq!((ids[0], ids.len()), (1, 2));
-    let chat = tokenizer.encode("a", EncodeOptions::RENDERED_CHAT).unwrap();
+    let chat = tokenizer.encode("a", EncodeOptions::TRUSTED).unwrap();
     assert_eq!(chat, ids[1..]);
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use baton_tokenizer::{ChatRequest, EncodeOptions, Error, TEXT_BYTES_MAX};
+use baton_tokenizer::{ChatRequest, EncodeOptions, Error, Json, RenderedChat, TEXT_BYTES_MAX};
 use serde_json::json;
 
 use crate::specs::{self, build, with_template};
@@ -104,9 +104,9 @@ fn a_large_vocabulary_is_fast() {
     });
 }
 
-fn render(template: &str) -> Result<String, Error> {
+fn render(template: &str) -> Result<RenderedChat, Error> {
     let tokenizer = build(&with_template(specs::pieces(), "default", template));
-    let messages = vec![json!({"role": "user", "content": "!"})];
+    let messages = vec![json!({"role": "user", "content": "!"}).into()];
     timed(template, || {
         tokenizer.render_chat(&ChatRequest {
             messages,
@@ -125,10 +125,14 @@ fn hostile_templates_end_in_an_error() {
         "{{ 'x' * 99999999999 }}",
         "{{ range(99999999999) | list }}",
         "{% set x = 'x' * 1000000 %}{% for i in range(100) %}{{ x }}{% endfor %}",
+        // Values that share their parts.
+        "{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}",
+        "{% set ns = namespace(x=[1], y=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}{% endfor %}{{ ns.x == ns.y }}",
+        "{% set ns = namespace(x=(1,)) %}{% for i in range(60) %}{% set ns.x = (ns.x, ns.x) %}{% endfor %}{{ {ns.x: 1} }}",
+        "{% set ns = namespace(x={}) %}{% for i in range(60) %}{% set ns.x = {1: ns.x, 2: ns.x} %}{% endfor %}{{ ns.x | tojson }}",
         // Stack.
         "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
         "{% for a in [[[messages]]] recursive %}{{ loop([[a]]) }}{% endfor %}",
-        "{% include 'default' %}",
     ] {
         let error = render(template).unwrap_err();
         assert!(
@@ -139,12 +143,36 @@ fn hostile_templates_end_in_an_error() {
             "{error:?}"
         );
     }
-    let deep = format!("{}1{}", "(".repeat(5_000), ")".repeat(5_000));
-    let error = render(&format!("{{{{ {deep} }}}}")).unwrap_err();
-    assert!(matches!(error, Error::TemplateSyntax { .. }));
+    for (open, middle, close) in [
+        ("(", "1", ")"),
+        ("[", "", "]"),
+        ("not ", "1", ""),
+        ("-", "1", ""),
+        ("1+", "1", ""),
+        ("", "1", "|abs"),
+        ("", "x", ".y"),
+        ("", "x", "()"),
+        ("1 if 1 else ", "1", ""),
+        ("{% if 1 %}", "1", "{% endif %}"),
+        ("{% for x in y %}", "1", "{% endfor %}"),
+        ("{% macro m() %}", "1", "{% endmacro %}"),
+    ] {
+        let deep = format!("{}{middle}{}", open.repeat(20_000), close.repeat(20_000));
+        let source = match open.starts_with("{%") {
+            true => deep,
+            false => format!("{{{{ {deep} }}}}"),
+        };
+        let error = render(&source).unwrap_err();
+        let message = error.to_string();
+        assert!(message.contains("levels deep"), "{open}{close}: {message}");
+        assert!(matches!(error, Error::TemplateSyntax { .. }));
+    }
+    // No loader: other templates cannot be named.
+    let error = render("{% include 'default' %}").unwrap_err();
+    assert!(error.to_string().contains("`include` is not supported"));
 }
 
-/// Dropping, printing or comparing a deep value recurses, level by level.
+/// Dropping, printing or comparing a deep value would recurse, level by level.
 #[test]
 fn values_nested_by_a_template_do_not_exhaust_the_stack() {
     let step = format!(
@@ -157,16 +185,36 @@ fn values_nested_by_a_template_do_not_exhaust_the_stack() {
             "{{% set ns = namespace(x=[1]) %}}{{% for i in range({times}) %}}{step}{{% endfor %}}{end}"
         )
     };
-    // Until the fuel ends.
-    assert!(render(&nest(99_999, "")).is_err());
-    // Nearly as deep, with fuel left for the end.
-    let error = render(&nest(20_000, "{{ ns.x | tojson }}")).unwrap_err();
-    assert!(error.to_string().contains("too deeply"), "{error}");
-    let printed = render(&nest(20_000, "{{ ns.x }}")).unwrap();
-    assert_eq!(printed.matches('[').count(), 800_001);
+    for end in [
+        "",
+        "{{ ns.x | tojson }}",
+        "{{ ns.x }}",
+        "{{ ns.x == [ns.x] }}",
+    ] {
+        let error = render(&nest(20_000, end)).unwrap_err();
+        assert!(error.to_string().contains("levels deep"), "{error}");
+    }
+    // Lazy filters nest their sources, too.
+    for step in [
+        "ns.x | map('upper')",
+        "ns.x | select",
+        "cycler(ns.x)",
+        "joiner(ns.x)",
+        "{'k': ns.x}",
+        "(ns.x,)",
+    ] {
+        let error = render(&format!(
+            "{{% set ns = namespace(x=[1]) %}}{{% for i in range(99999) %}}{{% set ns.x = {step} %}}{{% endfor %}}"
+        ))
+        .unwrap_err();
+        assert!(error.to_string().contains("levels deep"), "{step}: {error}");
+    }
+    let printed = render(&nest(6, "{{ ns.x }}")).unwrap();
+    assert_eq!(printed.matches('[').count(), 241);
+    // A namespace that holds itself ends with the render.
     assert_eq!(
-        render(&nest(20_000, "{{ ns.x == [ns.x] }}")).unwrap(),
-        "False"
+        render("{% set ns = namespace() %}{% set ns.x = [ns] %}{{ ns.x | length }}").unwrap(),
+        "1"
     );
 }
 
@@ -185,7 +233,7 @@ fn long_conversations_fit_the_budget() {
         json!({"role": role, "content": format!("word{index} ").repeat(400)})
     };
     let chat = ChatRequest {
-        messages: (0..3_001).map(message).collect(),
+        messages: (0..3_001).map(message).map(Json::from).collect(),
         add_generation_prompt: true,
         ..ChatRequest::default()
     };

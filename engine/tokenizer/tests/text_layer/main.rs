@@ -2,8 +2,10 @@
 //! hostile input. One binary, so that it links once.
 
 mod chats;
+mod control_tokens;
 mod ids;
 mod limits;
+mod shapes;
 mod specs;
 mod stops;
 mod streams;

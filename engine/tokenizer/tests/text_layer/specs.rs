@@ -32,6 +32,7 @@ pub fn spec(model: TokenizerModel, tokens: Vec<TokenEntry>) -> TokenizerSpec {
         add_bos: false,
         add_eos: false,
         chat_templates: Vec::new(),
+        template_tokens: None,
     }
 }
 

@@ -33,6 +33,7 @@ fn pieces() -> Arc<Tokenizer> {
         entry("<|mark|>", TokenKind::Control),
     ]);
     let spec = TokenizerSpec {
+        template_tokens: None,
         model: TokenizerModel::SentencePiece {
             add_space_prefix: true,
         },
