@@ -1,8 +1,8 @@
 //! JSON values of a conversation, with numbers kept as Python keeps them.
 //!
 //! Templates print numbers that clients sent (tool arguments, schemas), and models were
-//! trained on what Python prints: an integer of any length stays an integer, a float is
-//! a 64-bit float. `serde_json` turns integers beyond 64 bits into floats unless all of
+//! trained on what Python prints: an integer stays an integer (longer ones than templates
+//! take are refused where they are rendered), a float is a 64-bit float. `serde_json` turns integers beyond 64 bits into floats unless all of
 //! the build spells numbers as text, so values are read here. Its reader still checks
 //! the syntax and decodes strings.
 

@@ -152,7 +152,7 @@ impl Interpreter {
             Function::Lipsum => Err(Error::unsupported("`lipsum`, which makes random text,")),
             Function::RaiseException => {
                 let [message] = args.bind("raise_exception", ["message"], 1)?;
-                let message = self.to_str(&message.unwrap_or(Value::None))?;
+                let message = self.str_of(&message.unwrap_or(Value::None))?;
                 Err(Error::new(Kind::Raised, message.as_str()))
             }
             Function::StrftimeNow => {

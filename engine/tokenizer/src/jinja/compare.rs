@@ -151,7 +151,7 @@ pub(crate) fn order(left: &Value, right: &Value, operator: &str) -> Result<Optio
 ///
 /// # Errors
 /// Two values that have no order, and NaN, whose place depends on the algorithm.
-pub(crate) fn sort_by_key(items: &mut Vec<(Value, Value)>, reverse: bool) -> Result<()> {
+pub(crate) fn sort_by_key(items: &mut [(Value, Value)], reverse: bool) -> Result<()> {
     let mut failed = None;
     let mut compare = |left: &Value, right: &Value| match order(left, right, "<") {
         Ok(Some(ordering)) => ordering,

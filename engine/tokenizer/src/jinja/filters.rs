@@ -122,7 +122,7 @@ impl Interpreter {
             }
             "attr" => {
                 let [attribute] = args.bind(name, ["name"], 1)?;
-                let attribute = self.to_str(&attribute.unwrap_or(Value::None))?;
+                let attribute = self.str_of(&attribute.unwrap_or(Value::None))?;
                 if value.is_undefined() {
                     return Err(Error::unsupported("`attr` of an undefined value"));
                 }
@@ -137,7 +137,7 @@ impl Interpreter {
             }
             "string" => args
                 .none(name)
-                .and_then(|()| self.to_str(&value))
+                .and_then(|()| self.str_of(&value))
                 .map(Value::Str),
             "tojson" => json::tojson(self, &value, args),
             "abs" => {
@@ -154,7 +154,7 @@ impl Interpreter {
             "int" => {
                 let [default, base] = args.bind(name, ["default", "base"], 0)?;
                 let base = base.map_or(Ok(10), |base| integer(&base, "base"))?;
-                self.to_int(&value, default.unwrap_or(Value::Int(0)), base)
+                self.int_of(&value, default.unwrap_or(Value::Int(0)), base)
             }
             "float" => {
                 let [default] = args.bind(name, ["default"], 0)?;
@@ -170,7 +170,7 @@ impl Interpreter {
         }
     }
 
-    fn to_int(&mut self, value: &Value, default: Value, base: i128) -> Result<Value> {
+    fn int_of(&mut self, value: &Value, default: Value, base: i128) -> Result<Value> {
         let found = match value {
             Value::Str(text) => {
                 self.spend_bytes(text.len())?;

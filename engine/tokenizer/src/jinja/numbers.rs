@@ -174,7 +174,7 @@ pub(crate) fn floor_divide_float(left: f64, right: f64) -> Result<(f64, f64)> {
 
 pub(crate) fn power(left: i128, right: i128) -> Result<i128> {
     let exponent = u32::try_from(right).map_err(|_| match left {
-        0 | 1 | -1 => Error::unsupported("such a large exponent"),
+        -1..=1 => Error::unsupported("such a large exponent"),
         _ => too_large(),
     })?;
     left.checked_pow(exponent).ok_or_else(too_large)

@@ -176,9 +176,9 @@ fn convert(
 ) -> Result<Str> {
     let align = if spec.left { Align::Left } else { Align::Right };
     let text = match kind {
-        's' => Some(interpreter.to_str(value)?),
-        'r' => Some(interpreter.to_repr(value)?),
-        'a' => Some(interpreter.to_ascii(value)?),
+        's' => Some(interpreter.str_of(value)?),
+        'r' => Some(interpreter.repr_of(value)?),
+        'a' => Some(interpreter.ascii_of(value)?),
         'c' => Some(character(value)?),
         _ => None,
     };

@@ -9,7 +9,7 @@ use super::value::{Span, Value, View};
 
 impl Interpreter {
     /// Python's `str(value)`.
-    pub(super) fn to_str(&mut self, value: &Value) -> Result<Str> {
+    pub(super) fn str_of(&mut self, value: &Value) -> Result<Str> {
         match value {
             Value::Str(text) => Ok(text.clone()),
             _ => {
@@ -32,7 +32,7 @@ impl Interpreter {
     }
 
     /// Python's `repr(value)`.
-    pub(super) fn to_repr(&mut self, value: &Value) -> Result<Str> {
+    pub(super) fn repr_of(&mut self, value: &Value) -> Result<Str> {
         self.spend(value.weight())?;
         let mut out = StrBuilder::default();
         write_repr(value, &mut out)?;
@@ -40,8 +40,8 @@ impl Interpreter {
     }
 
     /// Python's `ascii(value)`.
-    pub(super) fn to_ascii(&mut self, value: &Value) -> Result<Str> {
-        let repr = self.to_repr(value)?;
+    pub(super) fn ascii_of(&mut self, value: &Value) -> Result<Str> {
+        let repr = self.repr_of(value)?;
         let mut out = String::with_capacity(repr.len());
         for c in repr.chars() {
             match c {

@@ -101,9 +101,9 @@ impl Interpreter {
         let spec = self.format_fields(&spec, fields, depth - 1)?;
         let value = match conversion {
             None => value,
-            Some('s') => Value::Str(self.to_str(&value)?),
-            Some('r') => Value::Str(self.to_repr(&value)?),
-            Some('a') => Value::Str(self.to_ascii(&value)?),
+            Some('s') => Value::Str(self.str_of(&value)?),
+            Some('r') => Value::Str(self.repr_of(&value)?),
+            Some('a') => Value::Str(self.ascii_of(&value)?),
             Some(other) => {
                 return Err(Error::failed(format!(
                     "unknown conversion specifier {other}"
@@ -178,7 +178,7 @@ impl Interpreter {
 
     fn format_with(&mut self, value: &Value, spec: &Str) -> Result<Str> {
         if spec.is_empty() {
-            return self.to_str(value).map(|text| text.with_markup(false));
+            return self.str_of(value).map(|text| text.with_markup(false));
         }
         let spec = Spec::parse(spec)?;
         match value {

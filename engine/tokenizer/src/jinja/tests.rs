@@ -120,7 +120,7 @@ impl Interpreter {
                 other => is_sequence(other),
             },
             "lower" | "upper" => {
-                let text = self.to_str(value)?;
+                let text = self.str_of(value)?;
                 let lower = text.chars().any(|c| c.is_lowercase());
                 let upper = text.chars().any(|c| c.is_uppercase());
                 let title = text.chars().any(super::characters::is_title);

@@ -118,8 +118,11 @@ pub(super) fn read(
 /// What stands before a key of the scaling in errors, whichever spelling the file has.
 const PREFIX: &str = "rope_scaling.";
 
+/// A key of `config.json`, and the object there.
+type Named<'a> = (&'static str, Option<&'a Map<String, Value>>);
+
 /// The object with the scaling and its key, where there is one that is not empty.
-fn parameters<'a>(top: &Keys<'a>) -> Result<(&'static str, Option<&'a Map<String, Value>>), Error> {
+fn parameters<'a>(top: &Keys<'a>) -> Result<Named<'a>, Error> {
     let object = |name| Ok::<_, Error>(top.object(name)?.filter(|json| !json.is_empty()));
     match (object("rope_scaling")?, object("rope_parameters")?) {
         (Some(old), Some(new)) if old != new => Err(top.error(

@@ -83,14 +83,16 @@ fn every_row_of_the_tokenizer_is_applied() {
 
 type Outcome = Result<(ModelConfig, Vec<String>), Error>;
 
+type Members = Vec<(String, Value)>;
+
 /// One container of descriptions: opens a sound one with members set.
 struct Container {
     keys: &'static [Key],
     open: fn(&[(String, Value)]) -> Outcome,
     /// The members of a row's other keys.
-    beside: fn(&Key) -> Vec<(String, Value)>,
+    beside: fn(&Key) -> Members,
     /// Members plus the row's own key with a value.
-    with: fn(&Key, Vec<(String, Value)>, Value) -> Vec<(String, Value)>,
+    with: fn(&Key, Members, Value) -> Members,
 }
 
 fn folder(members: &[(String, Value)]) -> Outcome {

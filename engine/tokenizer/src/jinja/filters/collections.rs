@@ -213,7 +213,7 @@ impl Interpreter {
 
     fn join(&mut self, value: Value, args: CallArgs) -> Result<Value> {
         let [separator, attribute] = args.bind("join", ["d", "attribute"], 0)?;
-        let separator = separator.map_or_else(|| Ok(Str::own("")), |text| self.to_str(&text))?;
+        let separator = separator.map_or_else(|| Ok(Str::own("")), |text| self.str_of(&text))?;
         let attribute = attribute.filter(|attribute| !matches!(attribute, Value::None));
         let mut parts = Vec::new();
         for item in self.items(&value)? {
@@ -221,7 +221,7 @@ impl Interpreter {
                 None => item,
                 attribute => self.item_key(&item, attribute.as_ref(), None, false)?,
             };
-            let part = self.to_str(&item)?;
+            let part = self.str_of(&item)?;
             self.spend_bytes(part.len() + separator.len())?;
             parts.push(part);
         }

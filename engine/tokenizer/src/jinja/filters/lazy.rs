@@ -149,7 +149,7 @@ impl Interpreter {
         }
         let test = match args.positional.is_empty() {
             true => None,
-            false => Some(self.to_str(&args.positional.remove(0))?),
+            false => Some(self.str_of(&args.positional.remove(0))?),
         };
         let mut kept = Vec::new();
         for item in self.items(source)? {

@@ -24,7 +24,7 @@ impl Interpreter {
             "truncate" => return self.truncate(&value, args),
             _ => {}
         }
-        let text = self.to_str(&value)?;
+        let text = self.str_of(&value)?;
         self.spend_bytes(text.len())?;
         let derived = |result: String| Ok(Value::Str(Str::derived(result, &text)));
         match name {
@@ -51,8 +51,8 @@ impl Interpreter {
             }
             "replace" => {
                 let [old, new, count] = args.bind(name, ["old", "new", "count"], 2)?;
-                let old = self.to_str(&old.unwrap_or(Value::None))?;
-                let new = self.to_str(&new.unwrap_or(Value::None))?;
+                let old = self.str_of(&old.unwrap_or(Value::None))?;
+                let new = self.str_of(&new.unwrap_or(Value::None))?;
                 let count = match count {
                     None | Some(Value::None) => -1,
                     Some(count) => integer(&count, "count")?,
@@ -183,7 +183,7 @@ impl Interpreter {
         args.none("urlencode")?;
         let pairs = match value {
             Value::Str(_) | Value::None | Value::Bool(_) | Value::Int(_) | Value::Float(_) => {
-                let text = self.to_str(value)?;
+                let text = self.str_of(value)?;
                 self.spend_bytes(text.len() * 3)?;
                 return Ok(Value::Str(Str::derived(url_quoted(&text, false), &text)));
             }
@@ -198,7 +198,7 @@ impl Interpreter {
             };
             let mut out = StrBuilder::default();
             for (index, side) in [key, value].into_iter().enumerate() {
-                let text = self.to_str(side)?;
+                let text = self.str_of(side)?;
                 self.spend_bytes(text.len() * 3)?;
                 if index > 0 {
                     out.push_own("=");
@@ -228,7 +228,7 @@ impl Interpreter {
                     key.as_str()
                 )));
             }
-            let value = self.to_str(value)?;
+            let value = self.str_of(value)?;
             self.spend_bytes((key.len() + value.len()) * 6)?;
             let mut out = StrBuilder::default();
             out.push(&escaped(&key));

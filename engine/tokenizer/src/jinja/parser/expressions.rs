@@ -4,6 +4,9 @@ use super::{Parsed, Parser};
 use crate::jinja::ast::{Arguments, Binary, Comparison, Expr, ExprKind, FilterCall};
 use crate::jinja::lexer::Token;
 
+/// Puts two operands together.
+type Make = fn(Box<Expr>, Box<Expr>) -> ExprKind;
+
 impl Parser {
     pub(super) fn expression(&mut self) -> Parsed<Expr> {
         self.nested(Self::conditional)
@@ -35,7 +38,7 @@ impl Parser {
     pub(super) fn chain(
         &mut self,
         operand: fn(&mut Self) -> Parsed<Expr>,
-        operator: fn(&Self) -> Option<fn(Box<Expr>, Box<Expr>) -> ExprKind>,
+        operator: fn(&Self) -> Option<Make>,
     ) -> Parsed<Expr> {
         let before = self.depth;
         let mut left = operand(self)?;
