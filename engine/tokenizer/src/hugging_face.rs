@@ -5,13 +5,14 @@
 //! blanks stripped from the front of a whole text. Decoder steps that are no such
 //! thing (WordPiece, CTC, `</w>` suffixes) are refused by name.
 
+use std::collections::HashMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::str::FromStr;
 use std::sync::OnceLock;
 
 use baton_proto::ids::TokenId;
 use serde_json::Value;
-use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizer};
+use tokenizers::{Model, NormalizedString, OffsetReferential, OffsetType, PreTokenizer, Token};
 
 use crate::byte_level;
 use crate::error::Error;
@@ -137,8 +138,28 @@ impl HuggingFaceEncoder {
             pre_tokenizer.pre_tokenize(&mut text).map_err(failed)?;
         }
         let model = tokenizer.get_model();
-        text.tokenize(|text| model.tokenize(text.get()))
-            .map_err(failed)?;
+        let special: HashMap<TokenId, String> = self
+            .special()
+            .into_iter()
+            .map(|(text, id)| (id, text))
+            .collect();
+        // Some vocabularies find a control token in plain text by themselves (word lists,
+        // Unigram). There is no other way to write that text, so it is refused.
+        let tokenize = |text: &NormalizedString| {
+            let tokens = model.tokenize(text.get())?;
+            let found = |token: &Token| {
+                let spelled = special.get(&token.id)?;
+                text.get().contains(spelled).then_some(spelled)
+            };
+            match tokens.iter().find_map(found) {
+                Some(spelled) => Err(format!(
+                    "`{spelled}` is a control token, which this vocabulary cannot write as text"
+                )
+                .into()),
+                None => Ok(tokens),
+            }
+        };
+        text.tokenize(tokenize).map_err(failed)?;
         let splits = text.get_splits(OffsetReferential::Original, OffsetType::Byte);
         let tokens = splits
             .into_iter()

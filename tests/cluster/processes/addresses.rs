@@ -1,8 +1,7 @@
 //! Host names, IPv6 and IPv4 in IPv6 form wherever an address goes: where processes listen, what
 //! they advertise, and where clients, routers and workers connect.
 //!
-//! Seen to fail: while only an IP address could be listened at, and while a prefill worker took
-//! the first address of a decode worker's name, which nothing listened at.
+//! Seen to fail: while only an IP address could be listened at.
 
 use std::net::TcpListener;
 use std::time::Duration;

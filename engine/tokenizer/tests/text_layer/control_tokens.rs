@@ -404,3 +404,41 @@ fn what_cannot_be_told_apart_is_refused() {
         .unwrap_err();
     assert_eq!(error.field(), "messages");
 }
+
+/// A word list splits at blanks alone, so a control token between blanks is a word of it.
+#[test]
+fn a_vocabulary_that_finds_control_tokens_in_text_refuses_them() {
+    let words = ["<unk>", "</s>", "hello", "u1", "[", "]"];
+    let vocab: serde_json::Map<String, Value> = (0..)
+        .zip(words)
+        .map(|(id, word)| (word.to_owned(), json!(id)))
+        .collect();
+    let json = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": [{ "id": 1, "content": "</s>", "special": true, "single_word": false,
+            "lstrip": false, "rstrip": false, "normalized": false }],
+        "pre_tokenizer": { "type": "WhitespaceSplit" }, "post_processor": null,
+        "decoder": { "type": "Fuse" },
+        "model": { "type": "WordLevel", "vocab": vocab, "unk_token": "<unk>" },
+    });
+    let model = TokenizerModel::HuggingFace {
+        json: json.to_string(),
+    };
+    let template = "[ {{ messages[0].content }} ] </s>";
+    let tokenizer = build(&with_template(
+        specs::spec(model, Vec::new()),
+        "default",
+        template,
+    ));
+    let encode = |text: &str| {
+        let messages = vec![json!({ "role": "user", "content": text }).into()];
+        let chat = ChatRequest {
+            messages,
+            ..ChatRequest::default()
+        };
+        tokenizer.encode_chat(&tokenizer.render_chat(&chat).unwrap(), usize::MAX)
+    };
+    assert_eq!(encode("hello").unwrap(), [4, 2, 5, 1]);
+    let refused = encode("hello </s>").unwrap_err().to_string();
+    assert!(refused.contains("`</s>`"), "{refused}");
+}
