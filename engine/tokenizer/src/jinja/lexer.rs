@@ -88,10 +88,10 @@ impl<'s> Lexer<'s> {
     fn root(&mut self) -> Lexed {
         while !self.rest().is_empty() {
             let rest = self.rest();
-            let start = ["{%", "{{", "{#"]
-                .into_iter()
-                .filter_map(|delimiter| Some((rest.find(delimiter)?, delimiter)))
-                .min();
+            let start = rest.match_indices('{').find_map(|(offset, _)| {
+                let delimiter = rest.get(offset..offset + 2)?;
+                matches!(delimiter, "{%" | "{{" | "{#").then_some((offset, delimiter))
+            });
             let Some((offset, delimiter)) = start else {
                 self.text(rest);
                 self.advance(rest.len());
@@ -313,10 +313,13 @@ impl<'s> Lexer<'s> {
             self.advance(end);
             return Ok(());
         }
-        let lower = rest.to_ascii_lowercase();
+        let starts = |prefix: &str| {
+            rest.get(..2)
+                .is_some_and(|start| start.eq_ignore_ascii_case(prefix))
+        };
         let radix = [("0x", 16), ("0o", 8), ("0b", 2)]
             .into_iter()
-            .find(|(prefix, _)| lower.starts_with(prefix))
+            .find(|(prefix, _)| starts(prefix))
             .map(|(_, radix)| radix);
         let length = match radix {
             Some(radix) => {
