@@ -146,7 +146,9 @@ pub(crate) fn read(
     let padding = id("tokenizer.ggml.padding_token_id")?;
     let mut template_tokens = BTreeMap::new();
     for (name, key) in TEMPLATE_TOKENS {
-        let id = gguf.unsigned(key)?.and_then(|id| usize::try_from(id).ok());
+        // What is no id is reported above.
+        let id = gguf.json(key).as_u64();
+        let id = id.and_then(|id| usize::try_from(id).ok());
         if let Some(text) = id.and_then(|id| texts.get(id)) {
             template_tokens.insert(name.to_owned(), (*text).to_owned());
         }

@@ -62,8 +62,10 @@ impl Interpreter {
             Value::Str(text) => {
                 self.spend_bytes(text.len())?;
                 self.spend(text.chars().count())?;
+                // Characters of a string that is marked as safe are plain strings.
+                let one = |at: usize, c: char| text.slice(at..at + c.len_utf8());
                 text.char_indices()
-                    .map(|(at, c)| Value::Str(text.slice(at..at + c.len_utf8())))
+                    .map(|(at, c)| Value::Str(one(at, c).with_markup(false)))
                     .collect()
             }
             Value::List(sequence) | Value::Tuple(sequence) => {
