@@ -14,7 +14,7 @@ use crate::error::Error;
 use crate::hugging_face::{HuggingFace, HuggingFaceEncoder};
 use crate::merge::Merger;
 use crate::reach::Reach;
-use crate::rendered::RenderedChat;
+use crate::rendered::{Marked, RenderedChat};
 use crate::sentence_piece::{BLANK, SentencePieceEncoder};
 use crate::special::{Specials, Symbol};
 use crate::template::Templates;
@@ -233,36 +233,7 @@ impl Tokenizer {
                 max: TEXT_BYTES_MAX,
             });
         }
-        let mut ids = Vec::with_capacity((text.len() / 3 + 2).min(max.saturating_add(2)));
-        let mut merger = Merger::default();
-        match &self.encoder {
-            Encoder::ByteLevel { added, encoder } => {
-                added.split(text, options.parse_special, |segment| match segment {
-                    Segment::Token(id) => {
-                        ids.push(id);
-                        Ok(())
-                    }
-                    Segment::Text(text) => encoder.encode(text, max, &mut merger, &mut ids),
-                })?;
-            }
-            Encoder::SentencePiece { added, encoder } => {
-                let mut at_border = true;
-                added.split(text, options.parse_special, |segment| match segment {
-                    Segment::Token(id) => {
-                        at_border = true;
-                        ids.push(id);
-                        Ok(())
-                    }
-                    Segment::Text(text) => {
-                        let border = std::mem::replace(&mut at_border, false);
-                        encoder.encode(text, border, &mut merger, &mut ids)
-                    }
-                })?;
-            }
-            Encoder::HuggingFace(encoder) => {
-                ids = encoder.encode(text, options.add_special, options.parse_special)?;
-            }
-        }
+        let mut ids = self.split_and_encode(Source::Text(text, options), max)?;
         if options.add_special {
             self.add_special(&mut ids);
         }
@@ -280,11 +251,24 @@ impl Tokenizer {
         let Some(marked) = chat.marked() else {
             return self.encode_within(chat, EncodeOptions::TRUSTED, max);
         };
-        let mut ids = Vec::with_capacity((chat.len() / 3 + 2).min(max.saturating_add(2)));
+        let ids = self.split_and_encode(Source::Chat(marked), max)?;
+        match ids.len() > max {
+            true => Err(Error::TooManyTokens { max }),
+            false => Ok(ids),
+        }
+    }
+
+    /// Cuts whole tokens out and encodes the text between them.
+    fn split_and_encode(&self, source: Source<'_>, max: usize) -> Result<Vec<TokenId>, Error> {
+        let bytes = match source {
+            Source::Text(text, _) => text.len(),
+            Source::Chat(marked) => marked.text.len(),
+        };
+        let mut ids = Vec::with_capacity((bytes / 3 + 2).min(max.saturating_add(2)));
         let mut merger = Merger::default();
         match &self.encoder {
             Encoder::ByteLevel { added, encoder } => {
-                added.split_marked(marked, |segment| match segment {
+                source.split(added, |segment| match segment {
                     Segment::Token(id) => {
                         ids.push(id);
                         Ok(())
@@ -294,7 +278,7 @@ impl Tokenizer {
             }
             Encoder::SentencePiece { added, encoder } => {
                 let mut at_border = true;
-                added.split_marked(marked, |segment| match segment {
+                source.split(added, |segment| match segment {
                     Segment::Token(id) => {
                         at_border = true;
                         ids.push(id);
@@ -306,12 +290,16 @@ impl Tokenizer {
                     }
                 })?;
             }
-            Encoder::HuggingFace(encoder) => ids = encoder.encode_marked(marked)?,
+            Encoder::HuggingFace(encoder) => {
+                ids = match source {
+                    Source::Text(text, options) => {
+                        encoder.encode(text, options.add_special, options.parse_special)?
+                    }
+                    Source::Chat(marked) => encoder.encode_marked(marked)?,
+                };
+            }
         }
-        match ids.len() > max {
-            true => Err(Error::TooManyTokens { max }),
-            false => Ok(ids),
-        }
+        Ok(ids)
     }
 
     /// A number of tokens that no encoding of `text` is shorter than, found without
@@ -440,6 +428,26 @@ impl Tokenizer {
             }
         }
         bytes
+    }
+}
+
+/// What is encoded.
+#[derive(Clone, Copy)]
+enum Source<'t> {
+    Text(&'t str, EncodeOptions),
+    Chat(&'t Marked),
+}
+
+impl Source<'_> {
+    fn split(
+        self,
+        added: &AddedTokens,
+        visit: impl FnMut(Segment<'_>) -> Result<(), Error>,
+    ) -> Result<(), Error> {
+        match self {
+            Self::Text(text, options) => added.split(text, options.parse_special, visit),
+            Self::Chat(marked) => added.split_marked(marked, visit),
+        }
     }
 }
 

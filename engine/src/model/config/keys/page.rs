@@ -28,7 +28,7 @@ A key of `config.json` or of a GGUF file's metadata that changes what the model 
 what was ignored with a warning (`warnings`).
 
 **Contradictions are refused**: a key that stands in two places with two values, a scaling without a type, a type
-without its factor. A JSON key that stands twice in one object has its last value, as in Python's `json`.
+without its factor. A JSON key that stands twice in one object is refused.
 
 **Context.** A model has one table of rotation angles, made when it is loaded. `dynamic` and `longrope` choose by
 the length of each sequence in the library they come from; here they choose by the context that the worker is started
